@@ -18,6 +18,7 @@ import argparse
 import torch
 
 from bench import report
+from bench.bounds import add_output
 from uccl_ep_train.core import cuda
 from uccl_ep_train.core.native import load_native
 
@@ -45,8 +46,7 @@ def measure(capacity: int) -> report.Record:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--commit", default="", help="to record; default: $BENCH_COMMIT, else git's")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "command_queue")
+    add_output(parser, "command_queue")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available() or not cuda.built():
         print(
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
             f"{last['median_us']} us (p10 {last['p10_us']}, p90 {last['p90_us']})",
             flush=True,
         )
-    report.write_json(records, args.out.with_suffix(".json"))
+    report.write_json(records, Path(f"{args.out}.json"))
     print(f"written: {args.out}.json")
     return 0
 

@@ -28,7 +28,6 @@ from bench.measure import measure, reserve_gpu_memory
 from bench.options import cases_of, parse_args
 from bench.peers import MegatronAllToAll, about_stock
 from bench.ranks import Meeting, join_group, meeting, start_ranks
-from bench.trace import TraceError
 
 
 def run_case(
@@ -91,10 +90,7 @@ def main(argv: list[str]) -> int:
     args = parse_args(argv, str(__doc__).splitlines()[0])
     if dist.is_torchelastic_launched():
         return run_rank(args)
-    try:
-        problems = [case.problem for case in cases_of(args, args.ranks)]
-    except TraceError as error:
-        problems = [str(error)]
+    problems = [case.problem for case in cases_of(args, args.ranks)]
     if all(problems):
         print("nothing to measure: " + "; ".join(dict.fromkeys(problems)), file=sys.stderr)
         return 2

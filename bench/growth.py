@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from bench import report
+from bench.bounds import RANKS, RUNS, add_output
 from tests.harness import RankGroup
 from uccl_ep_train import Buffer
 
@@ -139,17 +140,25 @@ def measured(ranks: int, args: argparse.Namespace) -> dict[str, float]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 32, 64, 128])
-    parser.add_argument("--domain-size", type=int, default=8)
+    parser.add_argument("--ranks", type=RANKS, nargs="+", default=[16, 32, 64, 128])
+    parser.add_argument("--domain-size", type=RANKS, default=8)
     parser.add_argument("--routing", choices=ROUTINGS, default="near")
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--calls", type=int, default=3, help="of an operation in a run")
-    parser.add_argument("--one", type=int, default=0, help="run this number of ranks once, in this process")
-    parser.add_argument("--commit", default="", help="to record; default: $BENCH_COMMIT, else git's")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "growth")
+    parser.add_argument("--runs", type=RUNS, default=5)
+    parser.add_argument("--calls", type=RUNS, default=3, help="of an operation in a run")
+    parser.add_argument("--one", type=RANKS, help="run this number of ranks once, in this process")
+    add_output(parser, "growth")
     args = parser.parse_args(argv)
-    if wrong := [ranks for ranks in args.ranks if ranks % args.domain_size]:
-        parser.error(f"--ranks {wrong[0]}: allowed are multiples of --domain-size {args.domain_size}")
+    least = 2 * args.domain_size
+    for ranks in args.ranks if args.one is None else [args.one]:
+        if ranks % args.domain_size or ranks < least:
+            name = "--ranks" if args.one is None else "--one"
+            parser.error(
+                f"{name} {ranks}: allowed are multiples of --domain-size {args.domain_size}, from {least} on"
+            )
+    if args.one is None and len(set(args.ranks)) < 2:
+        parser.error(
+            f"--ranks {args.ranks[0]}: allowed are two different numbers or more, of which growth is seen"
+        )
     if args.one:
         print(json.dumps(run_once(args.one, args.domain_size, args.routing, args.calls)), flush=True)
         os._exit(0)  # threads of torch and gloo need not end first

@@ -26,38 +26,56 @@ if __package__ in (None, ""):  # started by its path, as torchrun does
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import argparse
+import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from bench import report
+from bench.bounds import (
+    EXPERTS,
+    GBYTES_PER_S,
+    HIDDEN,
+    RANKS,
+    RUNS,
+    TOPK,
+    add_output,
+    num_ranks,
+    refuse_config,
+    refuse_split,
+)
 from bench.measure import finish_device, timed_on_gpu, timed_on_host, wake_links
 from bench.ranks import Meeting, join_group, meeting, parse, start_ranks
 from uccl_ep_train import Buffer, EpConfig, LowLatency
+from uccl_ep_train.common.command_line import number, whole
 
+MOST_TOKENS, MOST_SMS = 4096, 256
 Timed = Callable[[Callable[[], None]], float]
+
+
+def config_of(args: argparse.Namespace, tokens: int, sms: int) -> EpConfig:
+    """Raises `ConfigError`."""
+    return EpConfig(
+        num_experts=args.experts,
+        hidden=args.hidden,
+        budget_bytes=2 << 30,
+        low_latency_tokens=tokens,
+        low_latency_topk=args.topk,
+        low_latency_sms=sms or None,
+        domain_size=num_ranks(args) // args.domains,
+        loop_gbytes_per_s=args.link_gbytes_per_s,
+        loop_latency_us=args.link_latency_us,
+    )
 
 
 class Cell:
     """One number of tokens and SMs: a buffer, inputs, and what is timed."""
 
     def __init__(self, args: argparse.Namespace, tokens: int, sms: int) -> None:
-        self.buffer = Buffer(
-            None,
-            EpConfig(
-                num_experts=args.experts,
-                hidden=args.hidden,
-                budget_bytes=2 << 30,
-                low_latency_tokens=tokens,
-                low_latency_topk=args.topk,
-                low_latency_sms=sms or None,
-                domain_size=dist.get_world_size() // args.domains,
-                loop_gbytes_per_s=args.link_gbytes_per_s,
-                loop_latency_us=args.link_latency_us,
-            ),
-        )
+        self.buffer = Buffer(None, config_of(args, tokens, sms))
         self.calls, device = LowLatency(self.buffer), self.buffer.device
         generator = torch.Generator(device).manual_seed(dist.get_rank())
         self.x = torch.randn(tokens, args.hidden, device=device, generator=generator).bfloat16()
@@ -207,20 +225,29 @@ def run_rank(args: argparse.Namespace) -> int:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[128], help="per rank")
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--topk", type=int, default=8)
-    parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--sms", type=int, nargs="+", default=[0], help="of a kernel; 0: the default")
-    parser.add_argument("--domains", type=int, default=1, help="the ranks are split into")
+    parser.add_argument("--tokens", type=whole(1, MOST_TOKENS), nargs="+", default=[128], help="per rank")
+    parser.add_argument("--hidden", type=HIDDEN, default=7168)
+    parser.add_argument("--topk", type=TOPK, default=8)
+    parser.add_argument("--experts", type=EXPERTS, default=256)
+    parser.add_argument(
+        "--sms", type=whole(0, MOST_SMS), nargs="+", default=[0], help="of a kernel; 0: the default"
+    )
+    parser.add_argument("--domains", type=RANKS, default=1, help="the ranks are split into")
     parser.add_argument("--weights", choices=("dispatch", "combine"), default="combine", help="given to")
-    parser.add_argument("--link-gbytes-per-s", type=float, default=0.0, help="between domains; 0: unlimited")
-    parser.add_argument("--link-latency-us", type=float, default=0.0)
-    parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--ranks", type=int, default=2, help="to start when not under torchrun")
-    parser.add_argument("--commit", default="", help="to record; default: $BENCH_COMMIT, else git's")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "low_latency")
+    parser.add_argument(
+        "--link-gbytes-per-s", type=GBYTES_PER_S, default=0.0, help="between domains; 0: unlimited"
+    )
+    parser.add_argument("--link-latency-us", type=number(0, 1e6), default=0.0)
+    parser.add_argument("--runs", type=RUNS, default=20)
+    parser.add_argument("--ranks", type=RANKS, default=2, help="to start when not under torchrun")
+    add_output(parser, "low_latency")
     args = parse(parser, argv)
+    refuse_split(parser, args)
+    if args.topk > args.experts:
+        parser.error(f"--topk {args.topk}: allowed is 1 .. {args.experts}, the number of experts")
+    for tokens, sms in itertools.product(args.tokens, args.sms):
+        asked = f"--tokens {tokens} --sms {sms} --hidden {args.hidden}"
+        refuse_config(parser, asked, partial(config_of, args, tokens, sms), num_ranks(args))
     if dist.is_torchelastic_launched():
         return run_rank(args)
     return start_ranks(args.ranks, Path(__file__), argv)

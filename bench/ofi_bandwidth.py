@@ -28,9 +28,12 @@ from collections.abc import Sequence
 import torch
 
 from bench import report
+from bench.bounds import RUNS, add_output
+from uccl_ep_train.common.command_line import whole
 
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
+MOST_BYTES = 1 << 30  # of all writes in flight together
 SECONDS = 120.0  # the longest that a process may take
 PINGPONG = "fi_pingpong"
 PINGPONG_RUNS = 5
@@ -144,13 +147,16 @@ def measure(program: Path, args: argparse.Namespace) -> list[report.Record]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--size", type=int, default=256 << 10, help="bytes of a write")
-    parser.add_argument("--window", type=int, default=16, help="writes in flight")
-    parser.add_argument("--count", type=int, default=100, help="writes per turn")
-    parser.add_argument("--turns", type=int, default=200)
-    parser.add_argument("--commit", default="", help="to record; default: $BENCH_COMMIT, else git's")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "ofi_tcp")
+    parser.add_argument("--size", type=whole(1, MOST_BYTES), default=256 << 10, help="bytes of a write")
+    parser.add_argument("--window", type=whole(1, 1 << 16), default=16, help="writes in flight")
+    parser.add_argument("--count", type=RUNS, default=100, help="writes per turn")
+    parser.add_argument("--turns", type=RUNS, default=200)
+    add_output(parser, "ofi_tcp")
     args = parser.parse_args(argv)
+    if args.size * args.window > MOST_BYTES:
+        parser.error(
+            f"--window {args.window}: allowed is 1 .. {MOST_BYTES // args.size}, of --size {args.size}"
+        )
     try:
         with tempfile.TemporaryDirectory() as folder:
             records = measure(build(Path(folder)), args)

@@ -7,12 +7,24 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+from bench.bounds import (
+    EXPERTS,
+    GBYTES_PER_S,
+    HIDDEN,
+    RANKS,
+    RUNS,
+    SEED,
+    SMS,
+    TOKENS,
+    TOPK,
+    WARMUP,
+    add_output,
+)
 from bench.cases import FORMS, ROUTINGS, Case
 from bench.lineup import SYSTEMS
 from bench.ranks import parse
-from bench.trace import BUNDLED, load_trace
+from bench.trace import BUNDLED, TraceError, load_trace
 
-RESULTS = Path(__file__).resolve().parent / "results"
 DEFAULT_TOPK = 4
 DEFAULT_EXPERTS = 32
 
@@ -37,13 +49,13 @@ def parse_args(argv: list[str], about: str = "") -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench/dispatch_combine.py", description=about)
     parser.add_argument("--preset", choices=PRESETS, help="quick: a look; ht: the high-throughput sweep")
     sweep = parser.add_argument_group("the sweep: every combination of")
-    sweep.add_argument("--tokens", type=int, nargs="+", default=[1024], help="per rank")
-    sweep.add_argument("--hidden", type=int, nargs="+", default=[1024])
-    sweep.add_argument("--topk", type=int, nargs="+", help=f"default: {DEFAULT_TOPK}, or the trace's")
+    sweep.add_argument("--tokens", type=TOKENS, nargs="+", default=[1024], help="per rank")
+    sweep.add_argument("--hidden", type=HIDDEN, nargs="+", default=[1024])
+    sweep.add_argument("--topk", type=TOPK, nargs="+", help=f"default: {DEFAULT_TOPK}, or the trace's")
     sweep.add_argument(
-        "--experts", type=int, nargs="+", help=f"of the group; default: {DEFAULT_EXPERTS}, or the trace's"
+        "--experts", type=EXPERTS, nargs="+", help=f"of the group; default: {DEFAULT_EXPERTS}, or the trace's"
     )
-    sweep.add_argument("--domains", type=int, nargs="+", default=[1, 2], help="the ranks are split into")
+    sweep.add_argument("--domains", type=RANKS, nargs="+", default=[1, 2], help="the ranks are split into")
     sweep.add_argument(
         "--dtype", nargs="+", choices=("bf16", "fp8"), default=["bf16", "fp8"], help="of dispatch"
     )
@@ -51,39 +63,44 @@ def parse_args(argv: list[str], about: str = "") -> argparse.Namespace:
     sweep.add_argument(
         "--form", nargs="+", choices=FORMS, default=["topk"], help="of the routing that we are given"
     )
-    sweep.add_argument("--num-sms", type=int, nargs="+", default=[0], help="GPU only; 0: each system's own")
+    sweep.add_argument("--num-sms", type=SMS, nargs="+", default=[0], help="GPU only; 0: each system's own")
     sweep.add_argument(
-        "--stage-sms", type=int, nargs="+", default=[0], help="our staging alone, GPU only; 0: as --num-sms"
+        "--stage-sms", type=SMS, nargs="+", default=[0], help="our staging alone, GPU only; 0: as --num-sms"
     )
-    sweep.add_argument("--link-gbytes-per-s", type=float, nargs="+", default=[0.0], help="0: unlimited")
+    sweep.add_argument(
+        "--link-gbytes-per-s", type=GBYTES_PER_S, nargs="+", default=[0.0], help="0: unlimited"
+    )
     parser.add_argument(
         "--trace",
         type=Path,
-        default=BUNDLED,
-        help="for --routing trace, from recipes.launch --router-trace",
+        metavar="FILE.npz",
+        help="for --routing trace, from recipes.launch --router-trace; default: bench/traces/tiny_host.npz",
     )
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--backward", action="store_true", help="time forward + backward of both, too")
     parser.add_argument("--compact", action="store_true", help="ours with compact rows, too")
-    parser.add_argument("--runs", type=int, default=20, help="counted runs, each with another routing")
-    parser.add_argument("--warmup", type=int, default=2, help="runs before them; one more compares")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--ranks", type=int, default=4, help="to start when not under torchrun")
-    parser.add_argument("--commit", default="", help="to record; default: $BENCH_COMMIT, else git's")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=RESULTS / "dispatch_combine",
-        help="where to write, without .json and .png",
-    )
+    parser.add_argument("--runs", type=RUNS, default=20, help="counted runs, each with another routing")
+    parser.add_argument("--warmup", type=WARMUP, default=2, help="runs before them; one more compares")
+    parser.add_argument("--seed", type=SEED, default=1)
+    parser.add_argument("--ranks", type=RANKS, default=4, help="to start when not under torchrun")
+    add_output(parser, "dispatch_combine", ".png")
     preset = parser.parse_known_args(argv)[0].preset
     if preset:
         parser.set_defaults(**PRESETS[preset])
-    return parse(parser, argv)
+    args = parse(parser, argv)
+    if args.trace is None:
+        args.trace = BUNDLED
+    elif "trace" not in args.routing:
+        parser.error(f"--trace {args.trace} without --routing trace; allowed is both")
+    try:
+        load_trace(str(args.trace))
+    except TraceError as error:
+        parser.error(f"--trace {error}")
+    return args
 
 
 def cases_of(args: argparse.Namespace, num_ranks: int) -> list[Case]:
-    """All cases of the sweep, also those that cannot run (`Case.problem`). Raises TraceError."""
+    """All cases of the sweep, also those that cannot run (`Case.problem`)."""
     cases = []
     axes = ("domains", "num_sms", "stage_sms", "dtype", "routing", "form", "link_gbytes_per_s", "hidden")
     for values in itertools.product(*(getattr(args, name) for name in axes)):

@@ -21,7 +21,9 @@ import tempfile
 import torch
 
 from bench import report
+from bench.bounds import add_output
 from tests.native import building
+from uccl_ep_train.common.command_line import seconds
 
 WINDOWS = (16, 64, 256, 1024)  # chunks in flight at most
 SECONDS = 1.0
@@ -63,9 +65,8 @@ def record_of(program: Path, window: int, threads: int, seconds: float) -> repor
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--commit", default="", help="to record; default: $BENCH_COMMIT, else git's")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="of each run")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "posting_rate")
+    add_output(parser, "posting_rate")
+    parser.add_argument("--seconds", type=seconds(3600), default=SECONDS, help="of each run")
     args = parser.parse_args(argv)
     records = []
     with tempfile.TemporaryDirectory() as folder:
@@ -82,7 +83,7 @@ def main(argv: list[str]) -> int:
                 f"{rates[2]:5.2f} arrivals in the receiver's",
                 flush=True,
             )
-    report.write_json(records, args.out.with_suffix(".json"))
+    report.write_json(records, Path(f"{args.out}.json"))
     print(f"written: {args.out}.json")
     return 0
 

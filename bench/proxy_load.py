@@ -27,6 +27,16 @@ import torch
 import torch.distributed as dist
 
 from bench import report
+from bench.bounds import (
+    GBYTES_PER_S,
+    HIDDEN,
+    RANKS,
+    TOKENS,
+    add_output,
+    num_ranks,
+    refuse_config,
+    refuse_split,
+)
 from bench.measure import finish_device, wake_links
 from bench.ranks import (
     Meeting,
@@ -57,15 +67,20 @@ def thread_seconds(thread: str = THREAD) -> float:
     return seconds
 
 
+def config_of(args: argparse.Namespace) -> EpConfig:
+    """Raises `ConfigError`."""
+    ranks = num_ranks(args)
+    return EpConfig.from_env(
+        num_experts=EXPERTS_PER_RANK * ranks, hidden=args.hidden, dispatch_dtype="bf16",
+        domain_size=ranks // args.domains, loop_gbytes_per_s=args.link_gbytes_per_s, transport="loop",
+    )  # fmt: skip
+
+
 class Load:
     """A buffer with one routing, whose plan is known after the first operation."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        ranks = dist.get_world_size()
-        config = EpConfig.from_env(
-            num_experts=EXPERTS_PER_RANK * ranks, hidden=args.hidden, dispatch_dtype="bf16",
-            domain_size=ranks // args.domains, loop_gbytes_per_s=args.link_gbytes_per_s, transport="loop",
-        )  # fmt: skip
+        config = config_of(args)
         if reason := too_many_sms(config):
             raise errors.ConfigError(reason)
         self.buffer = Buffer(None, config)
@@ -176,18 +191,17 @@ def run_rank(args: argparse.Namespace) -> int:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=1024, help="per rank")
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--domains", type=int, default=2, help="the ranks are split into; 1: no proxies")
-    parser.add_argument("--link-gbytes-per-s", type=float, default=50.0, help="0: unlimited")
-    parser.add_argument("--ranks", type=int, default=4, help="to start when not under torchrun")
-    parser.add_argument("--commit", default="", help="to record; default: $BENCH_COMMIT, else git's")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "proxy_load")
+    parser.add_argument("--tokens", type=TOKENS, default=1024, help="per rank")
+    parser.add_argument("--hidden", type=HIDDEN, default=1024)
+    parser.add_argument("--domains", type=RANKS, default=2, help="the ranks are split into; 1: no proxies")
+    parser.add_argument("--link-gbytes-per-s", type=GBYTES_PER_S, default=50.0, help="0: unlimited")
+    parser.add_argument("--ranks", type=RANKS, default=4, help="to start when not under torchrun")
+    add_output(parser, "proxy_load")
     args = parse(parser, argv)
+    refuse_split(parser, args)
+    refuse_config(parser, f"--hidden {args.hidden}", lambda: config_of(args), num_ranks(args))
     if dist.is_torchelastic_launched():
         return run_rank(args)
-    if args.domains < 1 or args.ranks % args.domains:
-        parser.error(f"--domains {args.domains}: allowed is a divisor of {args.ranks} ranks")
     return start_ranks(args.ranks, Path(__file__), argv)
 
 

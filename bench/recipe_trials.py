@@ -20,9 +20,11 @@ from pathlib import Path
 import torch
 
 from bench import report
+from bench.bounds import RANKS, add_output
 from bench.report import Record
 from recipes import PRETRAININGS
 from recipes.plan.arguments import DISPATCHERS
+from uccl_ep_train.common.command_line import whole
 
 TRIALS = ("deepseek_v2_lite:4", "qwen3_30b_a3b:4", "mixtral_8x7b:3")
 NUM_WARMUP = 4  # steps
@@ -79,19 +81,18 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--megatron-lm", type=Path, required=True, help="a checkout, with pretrain_gpt.py")
     parser.add_argument("--trials", nargs="+", default=TRIALS, metavar="RECIPE:LAYERS")
     parser.add_argument("--dispatchers", nargs="+", choices=DISPATCHERS, default=["uccl_ep", "alltoall"])
-    parser.add_argument("--num-ranks", type=int, help="default: as many as there are GPUs")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--commit", default="", help="to record; default: $BENCH_COMMIT, else git's")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "recipe_trials")
+    parser.add_argument("--num-ranks", type=RANKS, help="default: as many as there are GPUs")
+    parser.add_argument("--steps", type=whole(NUM_WARMUP + 1), default=20)
+    add_output(parser, "recipe_trials")
     end = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:end])
     args.extra = argv[end + 1 :]
     for trial in args.trials:
         name, _, layers = trial.partition(":")
-        if name not in PRETRAININGS or not layers.isdecimal():
+        if name not in PRETRAININGS or not layers.isdecimal() or int(layers) < 1:
             parser.error(f"--trials {trial}: allowed is RECIPE:LAYERS, of {', '.join(PRETRAININGS)}")
-    if args.steps <= NUM_WARMUP:
-        parser.error(f"--steps {args.steps}: allowed is more than {NUM_WARMUP}")
+    if not (args.megatron_lm / "pretrain_gpt.py").is_file():
+        parser.error(f"--megatron-lm {args.megatron_lm}: allowed is a checkout, with pretrain_gpt.py")
     return args
 
 
@@ -117,7 +118,7 @@ def main(argv: list[str]) -> int:
                 "megatron_lm": version,
             }
             records.append(record | report.about_here(args.commit))
-            report.write_json(records, args.out.with_suffix(".json"))
+            report.write_json(records, Path(f"{args.out}.json"))
             print(f"{line(record)}; {time.monotonic() - started:.0f} s", flush=True)
     print(f"written: {args.out}.json")
     return int(failed)

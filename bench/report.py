@@ -191,7 +191,7 @@ def write_json(records: Sequence[Record], path: Path) -> None:
 def write_results(records: Sequence[Record], args: argparse.Namespace) -> None:
     """To `args.out`, with what is known of the machine and of `args.commit`."""
     about = about_here(args.commit)
-    write_json([record | about for record in records], args.out.with_suffix(".json"))
+    write_json([record | about for record in records], Path(f"{args.out}.json"))
     print(f"written: {args.out}.json")
 
 

@@ -25,9 +25,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bench import report
+from bench.bounds import RUNS, TOKENS, add_output, num_ranks
 from bench.ranks import join_group, parse
 from uccl_ep_train import Buffer, EpConfig
 from uccl_ep_train.common.handle import DispatchHandle
+from uccl_ep_train.settings import env
 
 HIDDEN, PADDED, EXPERTS, TOPK, SMS = 2880, 2944, 128, 4, 24
 Pair = Callable[[], tuple[Tensor, Tensor]]
@@ -103,11 +105,15 @@ def measure(buffer: Buffer, tokens: int, wire: Wire, runs: int) -> list[report.R
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 1024, 4096], help="per rank")
-    parser.add_argument("--runs", type=int, default=20, help="counted runs of each case (20)")
-    parser.add_argument("--commit", default="", help="to record; default: $BENCH_COMMIT, else git's")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "row_width")
+    parser.add_argument("--tokens", type=TOKENS, nargs="+", default=[128, 1024, 4096], help="per rank")
+    parser.add_argument("--runs", type=RUNS, default=20, help="counted runs of each case (20)")
+    add_output(parser, "row_width")
     args = parse(parser, argv)
+    if not dist.is_torchelastic_launched() or EXPERTS % num_ranks(args):
+        ranks = env.read("WORLD_SIZE")
+        parser.error(
+            f"WORLD_SIZE = {ranks!r}: allowed are ranks of torchrun, of which {EXPERTS} is a multiple"
+        )
     join_group(args.share_gpus)
     config = EpConfig(num_experts=EXPERTS, hidden=PADDED, num_sms=SMS, budget_bytes=1 << 30)
     records = []
@@ -121,7 +127,7 @@ def main(argv: list[str]) -> int:
                     times = ", ".join(f"{its['rows']} {its['median_us']} us" for its in records[-2:])
                     print(f"{tokens:>6} tokens, {wire}: {times}", flush=True)
     if dist.get_rank() == 0:
-        report.write_json(records, args.out.with_suffix(".json"))
+        report.write_json(records, Path(f"{args.out}.json"))
         print(f"written: {args.out}.json")
     dist.destroy_process_group()
     return 0

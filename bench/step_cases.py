@@ -6,17 +6,19 @@ import argparse
 import itertools
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from bench.options import RESULTS
+from bench.bounds import EXPERTS, MOST_RUNS, RANKS, RUNS, SEED, TOKENS, TOPK, add_output
 from recipes import RECIPES
 from recipes.models.architecture import Model
 from recipes.models.recipe import DEVICES, DISPATCHERS, Recipe, RecipeError
+from uccl_ep_train.common.command_line import whole
 from uccl_ep_train.oracle import fp8
+from uccl_ep_train.settings.checks import MAX_HIDDEN
 
 STOCK = "alltoall"
 OURS = "uccl_ep"
+MOST_MIB = 1 << 26
 IDEAL = "ideal"
 """A dispatcher that moves rows in no time, see ideal.py."""
 
@@ -114,43 +116,47 @@ def parse_args(argv: list[str], about: str = "") -> argparse.Namespace:
     parser.add_argument("--recipe", choices=sorted(RECIPES), default="tiny_host")
     parser.add_argument("--dispatchers", nargs="+", choices=(*DISPATCHERS, IDEAL), default=[OURS, STOCK])
     parser.add_argument("--device", choices=DEVICES, help="default: the recipe's")
-    parser.add_argument("--num-ranks", type=int, help="on this machine; default: the recipe's")
+    parser.add_argument("--num-ranks", type=RANKS, help="on this machine; default: the recipe's")
     sweep = parser.add_argument_group("the sweep: every combination of; defaults are the recipe's")
-    sweep.add_argument("--micro-batch-tokens", type=int, nargs="+", default=[None], help="of a rank")
-    sweep.add_argument("--hidden", type=int, nargs="+", default=[None])
+    sweep.add_argument("--micro-batch-tokens", type=TOKENS, nargs="+", default=[None], help="of a rank")
+    sweep.add_argument("--hidden", type=whole(1, MAX_HIDDEN), nargs="+", default=[None])
     sweep.add_argument("--dispatch-dtype", nargs="+", choices=("bf16", "fp8"), default=["bf16"], help=OURS)
     sweep.add_argument(
         "--overlap", nargs="+", choices=("off", "on"), default=["off"],
         help="Megatron's overlap of expert parallel communication with another micro-batch",
     )  # fmt: skip
     sweep.add_argument(
-        "--cell", type=int, metavar="N", help="only the N-th, from 1; it joins the results that --out has"
+        "--cell",
+        type=whole(1),
+        metavar="N",
+        help="only the N-th, from 1; it joins the results that --out has",
     )
-    parser.add_argument("--expert-ffn", type=int, help="width of the experts; default: in the recipe's ratio")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--experts", type=int, help="of the group; a router's groups of experts go")
-    parser.add_argument("--topk", type=int, help="experts of a token")
     parser.add_argument(
-        "--num-microbatches", type=int,
+        "--expert-ffn", type=whole(1, MAX_HIDDEN), help="width of the experts; default: in the recipe's ratio"
+    )
+    parser.add_argument("--layers", type=whole(1))
+    parser.add_argument("--experts", type=EXPERTS, help="of the group; a router's groups of experts go")
+    parser.add_argument("--topk", type=TOPK, help="experts of a token")
+    parser.add_argument(
+        "--num-microbatches", type=RUNS,
         help="of a step, in all cells; default: the recipe's, with --overlap on at least 2",
     )  # fmt: skip
     parser.add_argument("--grad-dtype", choices=("bf16", "fp8"), help=f"gradients of combine, {OURS}")
-    parser.add_argument("--budget-mib", type=int, help=f"memory of {OURS} for each rank")
-    parser.add_argument("--steps", type=int, default=20, help="counted ones of each dispatcher")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before them")
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--commit", default="", help="to record; default: $BENCH_COMMIT, else git's")
+    parser.add_argument("--budget-mib", type=whole(1, MOST_MIB), help=f"memory of {OURS} for each rank")
     parser.add_argument(
-        "--out", type=Path, default=RESULTS / "megatron_step", help="where to write, without .json and .png"
+        "--steps", type=whole(2, MOST_RUNS), default=20, help="counted ones of each dispatcher, 2 or more"
     )
+    parser.add_argument(
+        "--warmup", type=RUNS, default=3, help="steps before them, 1 or more: the first allocates"
+    )
+    parser.add_argument("--seed", type=SEED)
+    add_output(parser, "megatron_step", ".png")
     args = parser.parse_args(argv)
     if len(set(args.dispatchers)) < len(args.dispatchers):
         parser.error("--dispatchers names one twice")
     num_cells = math.prod(map(len, (args.dispatch_dtype, args.micro_batch_tokens, args.hidden, args.overlap)))
     if args.cell is not None and not 1 <= args.cell <= num_cells:
         parser.error(f"--cell {args.cell}: allowed are 1 to {num_cells}")
-    if args.steps < 2 or args.warmup < 1:
-        parser.error("--steps has to be at least 2, and --warmup at least 1: the first step allocates")
     return args
 
 

@@ -24,6 +24,7 @@ known=(tests domains megatron sanitize soak bench links step)
 for what in "$@"; do
   [[ " ${known[*]} " == *" $what "* ]] || { printf '%s: none of %s\n' "$what" "${known[*]}" >&2 && exit 2; }
 done
+[[ "${RANKS:-1}" =~ ^[1-9][0-9]{0,3}$ ]] || { printf 'RANKS = %s: allowed is 1 .. 9999\n' "$RANKS" >&2 && exit 2; }
 # All needs are checked now, before the first part runs.
 . scripts/gpu_needs.sh
 need_gpus "$python" "${RANKS:-1}"

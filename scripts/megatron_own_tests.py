@@ -27,8 +27,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from uccl_ep_train.common.command_line import whole
 from uccl_ep_train.core import cuda
 from uccl_ep_train.megatron import cpu_shims
+from uccl_ep_train.settings.checks import MAX_RANKS
 
 FOLDER = "tests/unit_tests/transformer/moe"
 TESTS = (f"{FOLDER}/test_a2a_token_dispatcher.py", f"{FOLDER}/test_token_dispatcher.py::TestFlexDispatcher")
@@ -113,7 +115,7 @@ def join_on_cpu() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("megatron_lm", type=Path)
-    parser.add_argument("--domain-size", type=int)
+    parser.add_argument("--domain-size", type=whole(1, MAX_RANKS))
     parser.add_argument("--wrong", action="store_true")
     args, for_pytest = parser.parse_known_args()
     root = args.megatron_lm.resolve()

@@ -8,6 +8,7 @@ Needs a build with nvcc: otherwise the stub would lack the bindings for GPUs.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import re
 import sys
@@ -97,6 +98,7 @@ def stub(native: ModuleType) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=str(__doc__).splitlines()[0]).parse_args()
     sys.path.insert(0, str(ROOT))
     core = importlib.import_module("uccl_ep_train._native")
     if not hasattr(core, "GpuEngine"):

@@ -262,16 +262,21 @@ in_vm() {
 
 # ---------------------------------------------------------------------------------------------------------------- what is asked
 
+# within OPTION VALUE LEAST MOST
+within() {
+  [[ "$2" =~ ^[0-9]{1,9}(\.[0-9]+)?$ ]] && awk "BEGIN { exit !($2 >= $3 && $2 <= $4) }" ||
+    bad_use "$1 $2: allowed is $3 .. $4"
+}
+
 LOSS_PERCENT="" LIMIT_S=600 MEMORY_MIB=3072
 while [ $# -gt 0 ]; do
   case "$1" in
     --loss | --limit | --memory)
       [ $# -ge 2 ] || bad_use "$1 needs a value"
-      [[ "$2" =~ ^[0-9]+(\.[0-9]+)?$ ]] || bad_use "$1 $2: allowed is a number"
       case "$1" in
-        --loss) LOSS_PERCENT="$2" ;;
-        --limit) LIMIT_S="${2%.*}" ;;
-        --memory) MEMORY_MIB="${2%.*}" ;;
+        --loss) within "$1" "$2" 0 100 && LOSS_PERCENT="$2" ;;
+        --limit) within "$1" "$2" 1 1000000 && LIMIT_S="${2%.*}" ;;
+        --memory) within "$1" "$2" 512 1000000 && MEMORY_MIB="${2%.*}" ;;
       esac
       shift 2
       ;;

@@ -18,10 +18,21 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import ray
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+try:
+    import ray
+except ModuleNotFoundError:
+    ray = None
+
+from uccl_ep_train.common.command_line import number, whole
+from uccl_ep_train.settings.checks import MAX_RANKS
+
+MOST = 4096
+"""CPUs or GPUs of a rank."""
 PASSED_ON = ("UCCL_", "NCCL_", "GLOO_", "FI_")
 GRACE_S = 60.0
 """Between the first rank that ends with an error and the end of all: time for the others to say why."""
@@ -105,18 +116,25 @@ def run_all(
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", 1)[0])
-    parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--gpus-per-rank", type=float, default=1, help="0: on the CPU (1)")
-    parser.add_argument("--cpus-per-rank", type=float, default=8, help="(8)")
+    parser.add_argument("--ranks", type=whole(1, MAX_RANKS), required=True)
+    parser.add_argument("--gpus-per-rank", type=number(0, MOST), default=1, help="0: on the CPU (1)")
+    parser.add_argument("--cpus-per-rank", type=number(0, MOST), default=8, help="(8)")
     parser.add_argument("--isolate", action="store_true", help="each sees its own GPU only, LOCAL_RANK is 0")
     parser.add_argument("--export", action="append", default=[], metavar="NAME")
     parser.add_argument("--no-doctor", action="store_true")
     parser.add_argument("program", nargs="+", help="a module and its arguments, after --")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    gpus = args.gpus_per_rank
+    if gpus > 1 and gpus != int(gpus):
+        parser.error(f"--gpus-per-rank {gpus:g}: allowed is a part of a GPU, or a whole number")
+    return args
 
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
+    if ray is None:
+        print("ray is not installed here: pip install ray", file=sys.stderr)
+        return 2
     ray.init(log_to_driver=True)
     # Hosts are filled one after the other.
     group = ray.util.placement_group(

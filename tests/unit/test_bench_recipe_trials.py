@@ -46,15 +46,16 @@ def test_a_run_that_printed_too_few_steps_is_an_error() -> None:
     [
         (["--trials", "qwen3:4"], "--trials qwen3:4: allowed is RECIPE:LAYERS"),
         (["--trials", "mixtral_8x7b"], "--trials mixtral_8x7b: allowed is RECIPE:LAYERS"),
-        (["--steps", "4"], "--steps 4: allowed is more than 4"),
+        (["--steps", "4"], "argument --steps: '4': allowed is at least 5"),
         (["--dispatchers", "deepep"], "invalid choice: 'deepep'"),
     ],
 )
 def test_bad_options_end_at_the_command_line(
-    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    options: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "pretrain_gpt.py").write_text("")
     with pytest.raises(SystemExit):
-        recipe_trials.main(["--megatron-lm=here", *options])
+        recipe_trials.main([f"--megatron-lm={tmp_path}", *options])
     assert words in capsys.readouterr().err
 
 
@@ -71,7 +72,8 @@ def test_a_job_that_fails_is_recorded_with_its_last_words_and_the_others_run(
 
     monkeypatch.setattr(subprocess, "run", run)
     out = tmp_path / "found"
-    argv = ["--megatron-lm=here", "--trials", "mixtral_8x7b:3", "--num-ranks=2", f"--out={out}"]
+    (tmp_path / "pretrain_gpt.py").write_text("")
+    argv = [f"--megatron-lm={tmp_path}", "--trials", "mixtral_8x7b:3", "--num-ranks=2", f"--out={out}"]
     assert recipe_trials.main([*argv, "--commit=abc", "--", "--seed", "3"]) == 1
     failed, finished = json.loads(out.with_suffix(".json").read_text())
     assert failed["not_run"] == "ArrivalTimeout: rank 1" and failed["median_us"] is None

@@ -69,7 +69,7 @@ def test_widths_that_no_fp8_product_takes_are_refused(width: int) -> None:
     assert sized(TINY, tokens=None, hidden=None, expert_ffn=width).model.expert_ffn_size == width  # BF16
 
 
-@pytest.mark.parametrize("sizes", [{"tokens": 300}, {"tokens": 0}, {"hidden": 192}, {"hidden": 100}])
+@pytest.mark.parametrize("sizes", [{"tokens": 300}, {"tokens": 1000}, {"hidden": 192}, {"hidden": 100}])
 def test_sizes_that_cannot_be_are_refused_and_the_other_cells_stay(sizes: dict[str, int]) -> None:
     with pytest.raises(RecipeError):
         sized(TINY, **({"tokens": None, "hidden": None, "expert_ffn": None} | sizes))

@@ -32,7 +32,7 @@ def whole(low: int, high: int | None = None, *, multiple: int = 1) -> Callable[[
         except ValueError:
             value = None
         if value is None or value < low or (high is not None and value > high) or value % multiple:
-            raise _refused(text, allowed)
+            raise refused(text, allowed)
         return value
 
     return parse
@@ -40,14 +40,22 @@ def whole(low: int, high: int | None = None, *, multiple: int = 1) -> Callable[[
 
 def seconds(high: float) -> Callable[[str], float]:
     """A time above 0, for argparse."""
+    return _real(lambda value: 0 < value <= high, f"more than 0, at most {high:g}")
 
+
+def number(low: float, high: float) -> Callable[[str], float]:
+    """A number of these bounds, for argparse."""
+    return _real(lambda value: low <= value <= high, f"{low:g} .. {high:g}")
+
+
+def _real(allows: Callable[[float], bool], allowed: str) -> Callable[[str], float]:
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not 0 < value <= high:
-            raise _refused(text, f"more than 0, at most {high:g}")
+        if not allows(value):
+            raise refused(text, allowed)
         return value
 
     return parse
@@ -59,13 +67,10 @@ def output_file(suffix: str = "", *, makes_folders: bool = False) -> Callable[[s
     def parse(text: str) -> Path:
         path = Path(text)
         if suffix and path.suffix.lower() != suffix:
-            raise _refused(text, f"a name that ends in {suffix}")
-        try:
-            problem = unwritable(path, makes_folders=makes_folders)
-        except ValueError as error:  # a null byte
-            problem = str(error)
+            raise refused(text, f"a name that ends in {suffix}")
+        problem = unwritable(path, makes_folders=makes_folders)
         if problem:
-            raise _refused(text, f"a file that can be written ({problem})")
+            raise refused(text, f"a file that can be written ({problem})")
         return path
 
     return parse
@@ -73,6 +78,12 @@ def output_file(suffix: str = "", *, makes_folders: bool = False) -> Callable[[s
 
 def unwritable(path: Path, *, makes_folders: bool = False) -> str:
     """Why a file cannot be written; empty if it can. makes_folders: missing folders above it are made."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # said below
+    except (OSError, ValueError) as error:  # a name that is too long, a null byte
+        return getattr(error, "strerror", None) or str(error)
     if path.is_dir():
         return "it is a folder"
     if path.exists():
@@ -85,7 +96,8 @@ def unwritable(path: Path, *, makes_folders: bool = False) -> str:
     return "" if os.access(folder, os.W_OK | os.X_OK) else f"{folder} cannot be written"
 
 
-def _refused(text: str, allowed: str) -> ArgumentTypeError:
+def refused(text: str, allowed: str) -> ArgumentTypeError:
+    """What a function for argparse raises: the value, cut where it is long, and what is allowed."""
     shown = text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
     return ArgumentTypeError(f"{shown!r}: allowed is {allowed}")
 
