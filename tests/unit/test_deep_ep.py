@@ -233,7 +233,7 @@ def high_throughput(rank: Rank, nvl_bytes: int) -> str:
         ({"is_token_in_rank": r.in_rank[:, :1]}, ShapeError, "is_token_in_rank is"),
         ({"is_token_in_rank": None}, InputError, "get_dispatch_layout"),
         ({"expert_alignment": 0}, InputError, "expert_alignment = 0"),
-        ({"num_worst_tokens": -1}, InputError, "capacity = -1"),
+        ({"num_worst_tokens": -1}, InputError, "num_worst_tokens = -1"),
     ]
     with pytest.raises(DtypeError, match=r"allowed is torch\.int64"):
         r.buffer.get_dispatch_layout(r.idx.int(), E)

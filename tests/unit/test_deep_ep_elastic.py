@@ -254,7 +254,7 @@ def check_refusals(r: Run) -> None:
         ({**routing, "num_experts": None}, InputError, "num_experts = None; allowed are multiples of 4"),
         ({**routing, "num_experts": 10}, InputError, "num_experts = 10; allowed are multiples of 4"),
         ({**routing, "num_max_tokens_per_rank": -1}, InputError, "num_max_tokens_per_rank = -1; allowed"),
-        ({**routing, "expert_alignment": 0}, InputError, "expert_alignment = 0; allowed are 1 or more"),
+        ({**routing, "expert_alignment": 0}, InputError, "expert_alignment = 0; allowed is 1 .."),
         ({**routing, "do_zero_padding": True}, InputError, "without do_expand; allowed is False"),
         ({**routing, "topk_idx": None}, InputError, "topk_idx = None without a handle"),
         ({**routing, "topk_idx": routing["topk_idx"].int()}, DtypeError, r"topk_idx is torch\.int32"),

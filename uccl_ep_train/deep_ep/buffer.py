@@ -16,9 +16,9 @@ from torch import Tensor
 from uccl_ep_train.api.weights import combine_weights
 from uccl_ep_train.common.opaque import opaque_methods
 from uccl_ep_train.core import topk
-from uccl_ep_train.deep_ep.checks import check, check_topk, columns_of
-from uccl_ep_train.deep_ep.config import CONFIGURED_RANKS, RANKS_OF_NODE, Config, Runtime
-from uccl_ep_train.deep_ep.engines import Engines, check_event
+from uccl_ep_train.deep_ep.checks import MOST_SMS, check, check_experts, check_number, check_topk, columns_of
+from uccl_ep_train.deep_ep.config import CONFIGURED_RANKS, RANKS_OF_NODE, Config, Runtime, check_config
+from uccl_ep_train.deep_ep.engines import Engines, check_event, check_group
 from uccl_ep_train.deep_ep.low_latency import LowLatencyCalls
 from uccl_ep_train.deep_ep.scales import Rows, cut, engine_rows, widened
 from uccl_ep_train.deep_ep.sending import Handle, Routing
@@ -64,6 +64,7 @@ class Buffer(LowLatencyCalls):
             raise InputError("enable_shrink without low_latency_mode; allowed is both")
         if comm is not None:
             raise InputError(f"comm = {comm!r}; allowed is None: pass a torch.distributed group")
+        check_group(group, num_nvl_bytes=num_nvl_bytes, num_rdma_bytes=num_rdma_bytes)
         self.group = group
         self.rank, self.group_size = group.rank(), group.size()
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
@@ -78,8 +79,9 @@ class Buffer(LowLatencyCalls):
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """For engines that are made from now on. Raises `InputError`."""
-        if new_num_sms < 2 or new_num_sms % 2:
-            raise InputError(f"num_sms = {new_num_sms}; allowed are even numbers from 2 on")
+        check_number("num_sms", new_num_sms, 2, MOST_SMS)
+        if new_num_sms % 2:
+            raise InputError(f"num_sms = {new_num_sms}; allowed are even numbers")
         Buffer.num_sms = new_num_sms
 
     @staticmethod
@@ -131,8 +133,8 @@ class Buffer(LowLatencyCalls):
         -1: none. What is no expert is refused by the dispatch. Raises `InputError`.
         """
         ranks, of_node = self.group_size, RANKS_OF_NODE if self.group_size > RANKS_OF_NODE else 0
-        if num_experts % ranks or num_experts < 1:
-            raise InputError(f"num_experts = {num_experts}; allowed are multiples of {ranks}")
+        check_experts(num_experts, ranks)
+        check_event(previous_event)
         if of_node and ranks % of_node:
             raise InputError(f"{ranks} ranks; allowed are up to {of_node}, or multiples of it")
         check_topk(topk_idx)
@@ -196,13 +198,18 @@ class Buffer(LowLatencyCalls):
             recv_x, event = self._engines.run(again, given, previous_event, async_finish)
             return recv_x, None, None, [], None, event
         with self._engines.preparing():
-            if is_token_in_rank is None or num_tokens_per_expert is None:
-                raise InputError(
-                    "a dispatch needs is_token_in_rank and num_tokens_per_expert: see get_dispatch_layout()"
-                )
+            config = Config(Buffer.num_sms) if config is None else config
+            check_config(config)
             check_event(previous_event)
-            num_sms = Buffer.num_sms if config is None else config.num_sms
-            sender = self._engines.sender(num_tokens_per_expert.numel(), columns_of("x", x), num_sms)
+            for name, part in (
+                ("is_token_in_rank", is_token_in_rank),
+                ("num_tokens_per_expert", num_tokens_per_expert),
+            ):
+                if not isinstance(part, Tensor):
+                    raise InputError(f"{name} is {type(part).__name__}; allowed is get_dispatch_layout()'s")
+            assert is_token_in_rank is not None and num_tokens_per_expert is not None
+            columns = columns_of("x", x, quantised=True)
+            sender = self._engines.sender(num_tokens_per_expert.numel(), columns, config.num_sms)
             routing = Routing(is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
         got, event = self._engines.run(
             lambda: sender.send(x, routing, expert_alignment, num_worst_tokens),

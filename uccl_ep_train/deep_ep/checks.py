@@ -1,4 +1,4 @@
-"""Tensors that callers give."""
+"""Tensors and numbers that callers give."""
 
 from __future__ import annotations
 
@@ -7,7 +7,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from uccl_ep_train.errors import DeviceError, DtypeError, ShapeError
+from uccl_ep_train.errors import DeviceError, DtypeError, InputError, ShapeError
+from uccl_ep_train.settings.checks import MAX_EXPERTS, integer
+
+MOST = (1 << 31) - 1
+MOST_SMS = 1024
+
+
+def check_number(name: str, value: Any, low: int, high: int = MOST) -> None:
+    """An integer of these bounds. Raises `InputError`."""
+    if type(value) is int and low <= value <= high:
+        return  # what is right costs a call nothing
+    try:
+        integer(low, high).check(value)
+    except (TypeError, ValueError):
+        raise InputError(f"{name} = {value!r}; allowed is {low} .. {high}") from None
+
+
+def check_experts(num_experts: Any, num_ranks: int) -> None:
+    """Raises `InputError`."""
+    if type(num_experts) is not int or not 1 <= num_experts <= MAX_EXPERTS or num_experts % num_ranks:
+        allowed = f"multiples of {num_ranks}, up to {MAX_EXPERTS}"
+        raise InputError(f"num_experts = {num_experts!r}; allowed are {allowed}")
 
 
 def check(
@@ -24,11 +45,13 @@ def check(
         raise DeviceError(f"{name} is on {tensor.device}; allowed is {device}")
 
 
-def columns_of(name: str, rows: Any) -> int:
-    """Of rows [N, C], or of codes and scales. Raises `DtypeError`, `ShapeError`."""
-    codes = rows[0] if isinstance(rows, tuple) and len(rows) == 2 else rows
-    if not isinstance(codes, Tensor):
-        raise DtypeError(f"{name} is {type(codes).__name__}; allowed is a torch.Tensor, or codes and scales")
+def columns_of(name: str, rows: Any, *, quantised: bool = False) -> int:
+    """Of rows [N, C], or of codes and scales, if they may be quantised. Raises `DtypeError`, `ShapeError`."""
+    codes, *scales = rows if quantised and isinstance(rows, tuple) and len(rows) == 2 else (rows,)
+    for part in (codes, *scales):
+        if not isinstance(part, Tensor):
+            allowed = "a torch.Tensor" + (", or codes and scales" if quantised else "")
+            raise DtypeError(f"{name} is {type(part).__name__}; allowed is {allowed}")
     if codes.dim() != 2:
         raise ShapeError(f"{name} is {list(codes.shape)}; allowed are two dimensions")
     return codes.shape[1]

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from uccl_ep_train.deep_ep.checks import MOST_SMS, check_number
+from uccl_ep_train.errors import DtypeError
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-MOST_TOPK = 16  # of low latency
+MOST_TOKENS, MOST_TOPK = 4096, 16  # of low latency
 DEFAULT_BYTES = 1 << 30  # 8 ranks in a domain: 4,096 tokens of 7168 BF16, with num_worst_tokens
 RANKS_OF_NODE = 8
 CONFIGURED_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
@@ -38,6 +41,13 @@ class Config:
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """0: the bytes of get_nvl_buffer_size_hint() are for everything."""
         return 0
+
+
+def check_config(config: object) -> None:
+    """Raises `DtypeError`, `InputError`."""
+    if not isinstance(config, Config):
+        raise DtypeError(f"config is {type(config).__name__}; allowed are None and a Config")
+    check_number("config.num_sms", config.num_sms, 1, MOST_SMS)
 
 
 class Runtime:

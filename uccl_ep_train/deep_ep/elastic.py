@@ -20,11 +20,11 @@ from torch import Tensor
 from uccl_ep_train.api.buffer import Buffer as Engine
 from uccl_ep_train.common.opaque import opaque_methods
 from uccl_ep_train.core.routing import check_combine_rows
-from uccl_ep_train.deep_ep.checks import check, columns_of
+from uccl_ep_train.deep_ep.checks import MOST_SMS, check, check_experts, check_number, columns_of
 from uccl_ep_train.deep_ep.config import DEFAULT_BYTES, RANKS_OF_NODE
 from uccl_ep_train.deep_ep.elastic_handle import Asked, EPHandle
 from uccl_ep_train.deep_ep.elastic_sending import Received, by_expert, send, send_again
-from uccl_ep_train.deep_ep.engines import Engines, check_event
+from uccl_ep_train.deep_ep.engines import Engines, check_event, check_group
 from uccl_ep_train.deep_ep.scales import Rows, aligned_columns, cut, widened
 from uccl_ep_train.deep_ep.utils.event import EventHandle, EventOverlap
 from uccl_ep_train.errors import DtypeError, InputError
@@ -82,6 +82,8 @@ class ElasticBuffer:
         num_gpu_timeout_secs: int = 100,
         explicitly_destroy: bool = False,
     ) -> None:
+        check_group(group, num_bytes=num_bytes or 0)
+        check_number("num_max_tokens_per_rank", num_max_tokens_per_rank, 0)
         if num_cpu_bytes != 0:
             raise InputError(f"num_cpu_bytes = {num_cpu_bytes}; allowed is 0")
         self.group, self.rank_idx, self.num_ranks = group, group.rank(), group.size()
@@ -182,7 +184,8 @@ class ElasticBuffer:
         wanted = (num_experts, num_max_tokens_per_rank, expert_alignment)
         with self._engines.preparing():
             engine = None if handle is None else _engine(handle)
-            columns = columns_of("x", x) if handle is None else 0
+            columns = columns_of("x", x, quantised=True) if handle is None else 0
+            check_number("num_sms", num_sms or 0, 0, MOST_SMS)
             for event in (previous_event, previous_event_before_epilogue):
                 check_event(event)
         with self._engines.preparing() if engine is None else engine.preparing("dispatch"):
@@ -275,6 +278,9 @@ class ElasticBuffer:
     def all_gather(self, t: Tensor | Sequence[Tensor]) -> tuple[Any, ...]:
         """By torch.distributed: a tensor [R, ...] for each of t, and a function that waits for them."""
         tensors = (t,) if isinstance(t, Tensor) else tuple(t)
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                raise DtypeError(f"t has {type(tensor).__name__}; allowed is a torch.Tensor, or several")
         gathered = [tensor.new_empty((self.num_ranks, *tensor.shape)) for tensor in tensors]
         pending = [
             dist.all_gather(list(every.unbind()), tensor.contiguous(), self.group, async_op=True)
@@ -328,15 +334,12 @@ class ElasticBuffer:
         self, tokens: int, wanted: tuple[int | None, int | None, int | None], sync: bool | None, expand: bool
     ) -> Asked:
         """wanted: num_experts, num_max_tokens_per_rank, expert_alignment"""
-        experts, most = wanted[0] or 0, self.num_max_tokens_per_rank if wanted[1] is None else wanted[1]
+        most = self.num_max_tokens_per_rank if wanted[1] is None else wanted[1]
         alignment = 1 if wanted[2] is None else wanted[2]
-        if experts < 1 or experts % self.num_ranks:
-            raise InputError(f"num_experts = {wanted[0]}; allowed are multiples of {self.num_ranks}")
-        if most < max(tokens, 1):
-            raise InputError(f"num_max_tokens_per_rank = {most}; allowed are {max(tokens, 1)} or more")
-        if alignment < 1:
-            raise InputError(f"expert_alignment = {alignment}; allowed are 1 or more")
-        return Asked(experts, most, alignment, sync is not False, expand)
+        check_experts(wanted[0], self.num_ranks)
+        check_number("num_max_tokens_per_rank", most, max(tokens, 1))
+        check_number("expert_alignment", alignment, 1)
+        return Asked(wanted[0] or 0, most, alignment, sync is None or bool(sync), expand)
 
 
 def _engine(handle: EPHandle) -> Engine:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from uccl_ep_train.api.buffer import Buffer as Engine
 from uccl_ep_train.api.low_latency import LowLatency
+from uccl_ep_train.deep_ep.checks import check_number
 from uccl_ep_train.deep_ep.config import DEFAULT_BYTES, MOST_TOPK, low_latency_bytes
 from uccl_ep_train.deep_ep.sending import Sender
 from uccl_ep_train.deep_ep.utils.event import EventHandle, EventOverlap
-from uccl_ep_train.errors import ClosedError, CommunicationError, DtypeError, InputError
+from uccl_ep_train.errors import ClosedError, CommunicationError, DeviceError, DtypeError, InputError
 from uccl_ep_train.group.bootstrap import TorchBootstrap
 from uccl_ep_train.settings.checks import HIDDEN_UNIT
 from uccl_ep_train.settings.config import EpConfig
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 MASK_TIMEOUT_S = 10.0
+MOST_BYTES = 1 << 46
 _BESIDE = 128  # fp32 elements that metadata has room for, beside the widest rows
 
 
@@ -144,6 +146,8 @@ class Engines:
 
     def comm_stream(self) -> torch.cuda.Stream:
         """The stream of asynchronous calls. On GPUs only."""
+        if not torch.cuda.is_available():
+            raise DeviceError("there is no GPU; a stream is allowed where torch sees one")
         if self._comm_stream is None:
             self._comm_stream = torch.cuda.Stream()
         return self._comm_stream
@@ -187,6 +191,14 @@ class Engines:
             self._made.senders.pop().engine.close()
         while self._made.low_latency:
             self._made.low_latency.pop().buffer.close()
+
+
+def check_group(group: Any, **sizes: Any) -> None:
+    """And the bytes of its buffer, by name. Raises `DtypeError`, `InputError`."""
+    if not (hasattr(group, "rank") and hasattr(group, "size")):
+        raise DtypeError(f"group is {type(group).__name__}; allowed is one of torch.distributed")
+    for name, value in sizes.items():
+        check_number(name, value, 0, MOST_BYTES)
 
 
 def check_event(event: Any) -> None:

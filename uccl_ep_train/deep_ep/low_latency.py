@@ -17,12 +17,13 @@ from uccl_ep_train.api.low_latency import LowLatency, Sent
 from uccl_ep_train.common.handle import Fp8Rows
 from uccl_ep_train.common.opaque import opaque_methods
 from uccl_ep_train.common.slots import SlotHandle, SlotStatistics
-from uccl_ep_train.deep_ep.checks import columns_of
-from uccl_ep_train.deep_ep.config import MOST_TOPK, low_latency_bytes
+from uccl_ep_train.deep_ep.checks import check, check_number, columns_of
+from uccl_ep_train.deep_ep.config import MOST_TOKENS, MOST_TOPK, low_latency_bytes
 from uccl_ep_train.deep_ep.engines import Engines
 from uccl_ep_train.deep_ep.scales import Rows
 from uccl_ep_train.deep_ep.utils.event import EventOverlap
 from uccl_ep_train.errors import DtypeError, InputError, ShapeError
+from uccl_ep_train.settings.checks import MAX_EXPERTS, MAX_HIDDEN
 
 Hook = Callable[[], None]
 
@@ -57,7 +58,7 @@ class LowLatencyHandle(tuple[Any, ...]):
 
 def counter(given: Tensor | None, rank: int) -> Tensor | None:
     """[R] of a caller's [R], or its row of a caller's [R, R]."""
-    return given[rank] if given is not None and given.dim() == 2 else given
+    return given[rank] if isinstance(given, Tensor) and given.dim() == 2 and len(given) > rank else given
 
 
 def check_hook(async_finish: bool, return_recv_hook: bool) -> None:
@@ -82,6 +83,7 @@ class LowLatencyCalls:
     num_sms: int
     num_rdma_bytes: int
     rank: int
+    group_size: int
     low_latency_mode: bool
     enable_shrink: bool
     _engines: Engines
@@ -94,6 +96,9 @@ class LowLatencyCalls:
         engine at once; else the first dispatch does.
         """
         asked = (num_max_dispatch_tokens_per_rank, hidden, num_experts)
+        names = ("num_max_dispatch_tokens_per_rank", "hidden", "num_experts", "num_ranks")
+        for name, value in zip(names, (*asked, num_ranks), strict=True):
+            check_number(name, value, 1)
         num_bytes = low_latency_bytes(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
         HINTED[num_bytes] = asked
         return num_bytes
@@ -144,6 +149,8 @@ class LowLatencyCalls:
                 raise ShapeError(f"topk_idx has {topk_idx.shape[1]} columns; allowed are {MOST_TOPK}")
             waited = counter(dispatch_wait_recv_cost_stats, self.rank)
             most, hidden = num_max_dispatch_tokens_per_rank, columns_of("x", x)
+            check_number("num_max_dispatch_tokens_per_rank", most, 1, MOST_TOKENS)
+            check_number("num_experts", num_experts, 1, MAX_EXPERTS)
             calls = self._engines.low_latency(most, hidden, num_experts, type(self).num_sms)
 
         def send() -> Any:
@@ -192,10 +199,10 @@ class LowLatencyCalls:
         with self._engines.preparing(low_latency=True):
             check_hook(async_finish, return_recv_hook)
             check_overlap(overlap, of_overlap)
-            if not isinstance(handle, LowLatencyHandle):
-                raise DtypeError(f"handle is {type(handle).__name__}; allowed is what a dispatch returned")
-            calls, waited = handle.calls, counter(combine_wait_recv_cost_stats, self.rank)
+            calls, waited = _of_dispatch(handle).calls, counter(combine_wait_recv_cost_stats, self.rank)
         with calls.buffer.preparing("low-latency combine"):
+            if not zero_copy and not isinstance(x, Tensor):
+                raise DtypeError(f"x is {type(x).__name__}; allowed is a torch.Tensor")
             rows = handle.next_rows if zero_copy else x.contiguous()
 
         def send() -> Any:
@@ -208,8 +215,8 @@ class LowLatencyCalls:
         return combined, event, _hook_of(sent)
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
-        """[L, R * M, H] bfloat16, for a combine with zero_copy."""
-        return handle.next_rows
+        """[L, R * M, H] bfloat16, for a combine with zero_copy. Raises `DtypeError`."""
+        return _of_dispatch(handle).next_rows
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
@@ -219,6 +226,9 @@ class LowLatencyCalls:
         """
         if not self.enable_shrink:
             return
+        check_number("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1, MOST_TOKENS)
+        check_number("hidden", hidden, 1, MAX_HIDDEN)
+        check_number("num_experts", num_experts, 1, MAX_EXPERTS)
         calls = self._engines.low_latency(
             num_max_dispatch_tokens_per_rank, hidden, num_experts, type(self).num_sms
         )
@@ -227,7 +237,8 @@ class LowLatencyCalls:
         calls.dispatch(x, torch.empty(0, 1, dtype=torch.int64, device=device), wire="bf16")
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
-        """mask_status [R] int32 becomes 1 for each masked rank, else 0."""
+        """mask_status [R] int32 becomes 1 for each masked rank, else 0. Raises `DtypeError`, `ShapeError`."""
+        check("mask_status", mask_status, (self.group_size,), torch.int32)
         calls = self._engines.last_low_latency()
         if calls is None:
             mask_status.zero_()
@@ -248,6 +259,13 @@ class LowLatencyCalls:
         again. Raises what the creation of a `uccl_ep_train.Buffer` raises, if a rank does not come.
         """
         self._engines.renew_low_latency()
+
+
+def _of_dispatch(handle: LowLatencyHandle) -> LowLatencyHandle:
+    """Raises `DtypeError`."""
+    if not isinstance(handle, LowLatencyHandle):
+        raise DtypeError(f"handle is {type(handle).__name__}; allowed is what a dispatch returned")
+    return handle
 
 
 def _hook_of(sent: Any) -> Hook | None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from uccl_ep_train.common.handle import Fp8Rows
+from uccl_ep_train.deep_ep.checks import columns_of
 from uccl_ep_train.settings.checks import HIDDEN_UNIT
 
 Rows = Tensor | tuple[Tensor, Tensor]
@@ -32,6 +33,7 @@ def cut(rows: Rows, like: Rows) -> Rows:
 
 def engine_rows(x: Rows) -> Tensor | Fp8Rows:
     """x as an engine takes it; its scales may have any strides."""
+    columns_of("x", x, quantised=True)
     if not isinstance(x, tuple):
         return widened(x)
     codes, scales = x

@@ -14,7 +14,7 @@ from torch import Tensor
 from uccl_ep_train.api.buffer import Buffer as Engine
 from uccl_ep_train.common.handle import DispatchHandle, DispatchResult
 from uccl_ep_train.core import topk
-from uccl_ep_train.deep_ep.checks import check_topk
+from uccl_ep_train.deep_ep.checks import check_number, check_topk
 from uccl_ep_train.deep_ep.config import RANKS_OF_NODE
 from uccl_ep_train.deep_ep.facts import Facts, fact
 from uccl_ep_train.deep_ep.scales import Rows, cut, engine_rows
@@ -105,9 +105,9 @@ class Routing(NamedTuple):
     topk_idx: Tensor | None
     topk_weights: Tensor | None
 
-    def check(self, num_ranks: int) -> None:
-        """What `Sender.packed` does not. Raises `ShapeError`, `InputError`."""
-        tokens = len(self.is_token_in_rank)
+    def check(self, x: Rows, num_ranks: int) -> None:
+        """What `Sender.packed` does not. x: its rows. Raises `ShapeError`, `InputError`."""
+        tokens = len(x[0] if isinstance(x, tuple) else x)
         if self.is_token_in_rank.shape != (tokens, num_ranks) or self.is_token_in_rank.dtype != torch.bool:
             kind = f"{list(self.is_token_in_rank.shape)} {self.is_token_in_rank.dtype}"
             raise ShapeError(f"is_token_in_rank is {kind}; allowed is [{tokens}, {num_ranks}] torch.bool")
@@ -135,9 +135,9 @@ class Sender:
     def send(self, x: Rows, routing: Routing, expert_alignment: int, num_worst_tokens: int) -> Received:
         engine, topk_idx = self.engine, routing.topk_idx
         with engine.preparing("dispatch"):
-            routing.check(engine.num_ranks)
-            if expert_alignment < 1:
-                raise InputError(f"expert_alignment = {expert_alignment}; allowed are 1 or more")
+            routing.check(x, engine.num_ranks)
+            check_number("expert_alignment", expert_alignment, 1)
+            check_number("num_worst_tokens", num_worst_tokens, 0)
             tokens = len(routing.is_token_in_rank)
             rows, metadata = engine_rows(x), self.packed(tokens, topk_idx, routing.topk_weights)
             routing_map = None if topk_idx is not None else self._first_experts(routing.is_token_in_rank)
