@@ -1,4 +1,4 @@
-"""Figures of README.md and bench/README.md are those of result files and of docs/performance.md."""
+"""Figures of pages are those of result files and of tables."""
 
 from __future__ import annotations
 
@@ -60,3 +60,10 @@ def test_the_growth_that_the_page_of_benchmarks_states_is_the_file_s() -> None:
         assert f"{operation} {record['exponent']:.2f}" in page
     rates = [r["commands_per_s"] / 1e6 for r in records("posting_rate") if r["threads"] == 1]
     assert f"ships {min(rates):.1f} to {max(rates):.1f} million" in page
+
+
+def test_what_trials_took_less_than_estimated_is_that_of_the_table() -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    pairs = re.findall(r"\| ([\d.]+) / ([\d.]+) GiB \|", page)
+    less = [round(100 * (1 - float(took) / float(estimated))) for took, estimated in pairs]
+    assert len(less) == 5 and f"Five trials took {min(less)} to {max(less)} % less" in page

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from uccl_ep_train.deep_ep import install
+from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.settings import env
 
 IMPORTABLE = Path(__file__).resolve().parent / "importable"
@@ -26,7 +27,10 @@ def main() -> None:
     script = Path(given.script)
     if not script.is_file() and not (script / "__main__.py").is_file():
         parser.error(f"SCRIPT {given.script}: allowed is a file with a program in Python")
-    install(replace=given.replace)
+    try:
+        install(replace=given.replace)
+    except ConfigError:
+        parser.error("deep_ep is installed; allowed with --replace, which hides it")
     later = env.read("PYTHONPATH")
     env.set_value("PYTHONPATH", f"{IMPORTABLE}{os.pathsep}{later}" if later else str(IMPORTABLE))
     sys.argv = [given.script, *given.arguments]

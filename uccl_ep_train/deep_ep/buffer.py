@@ -168,7 +168,8 @@ class Buffer(LowLatencyCalls):
         """Sends each token once to every rank that has one of its experts.
 
         x                 [T, H] bfloat16, or (codes [T, H] float8_e4m3fn, scales [T, ceil(H / 128)]
-                          float32); or scales [T, H / 512] int32, four exponents each (UE8M0). Of any strides
+                          float32); or scales int32 of four exponents (UE8M0), [T, H / 512], or [T, H / 128]:
+                          each of 32 columns. Of any strides
         handle            of an earlier dispatch: the same routing; topk_idx and topk_weights must be None
         topk_idx          [T, K] int64, -1: none; topk_weights [T, K] float32. Without them is_token_in_rank
                           [T, R] says where tokens go
