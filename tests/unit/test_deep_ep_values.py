@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,6 +90,8 @@ def second_interface(seat: Rank) -> str:
         lambda **wrong: buffer.combine(**({"x": rows, "handle": handle} | wrong)), {"x": ((rows, rows), "x")}
     )
     refuse(lambda **wrong: buffer.all_gather(**wrong), {"t": ("x", [x, "x"])})
+    counted = buffer.dispatch(**(given | {"num_experts": np.int64(E), "expert_alignment": np.int32(1)}))
+    assert torch.equal(counted[0], rows), "an integer of another type is a number, too"
     assert not buffer.dispatch(**given, do_cpu_sync=0)[3].do_cpu_sync, "a false value is False"
     assert torch.equal(buffer.dispatch(**given)[0], rows)
     buffer.destroy()

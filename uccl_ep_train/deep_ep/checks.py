@@ -26,7 +26,11 @@ def check_number(name: str, value: Any, low: int, high: int = MOST) -> None:
 
 def check_experts(num_experts: Any, num_ranks: int) -> None:
     """Raises `InputError`."""
-    if type(num_experts) is not int or not 1 <= num_experts <= MAX_EXPERTS or num_experts % num_ranks:
+    try:
+        fits = integer(1, MAX_EXPERTS).check(num_experts) % num_ranks == 0
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
         allowed = f"multiples of {num_ranks}, up to {MAX_EXPERTS}"
         raise InputError(f"num_experts = {num_experts!r}; allowed are {allowed}")
 
