@@ -105,3 +105,26 @@ def test_what_is_allowed_is_not_reported(tmp_path: Path) -> None:
         "tests/good.py": "import matplotlib\nimport tqdm\nimport megatron.core\n",
     }
     assert check_extras(plant(tmp_path, allowed)) == []
+
+
+def check_named_packages(root: Path) -> list[str]:
+    """Projects in packaging, which need this one, are of its version and for its Pythons."""
+    own, *others = (
+        tomllib.loads(path.read_text())["project"]
+        for path in (root / "pyproject.toml", *sorted(root.glob("packaging/*/pyproject.toml")))
+    )
+    return [
+        f"{other['name']}: {field} is {other[field]}, allowed is {own[field]}"
+        for other in others
+        for field in ("version", "requires-python")
+        if other[field] != own[field]
+    ]
+
+
+def test_packages_of_other_names_are_for_the_same_python(tmp_path: Path) -> None:
+    assert check_named_packages(ROOT) == []
+    text = '[project]\nname = "x"\nversion = "0.1.0"\nrequires-python = ">={}"\n'
+    plant(
+        tmp_path, {"pyproject.toml": text.format("3.11"), "packaging/x/pyproject.toml": text.format("3.10")}
+    )
+    assert check_named_packages(tmp_path) == ["x: requires-python is >=3.10, allowed is >=3.11"]
