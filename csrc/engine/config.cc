@@ -50,8 +50,7 @@ const EngineConfig& checked(const EngineConfig& c) {
   for (size_t i = 0; i < order.size(); ++i)
     require(order.size() == static_cast<size_t>(c.num_ranks) && order[i] == static_cast<int>(i),
             "source_order must be a permutation of the ranks");
-  require(c.num_proxies == 1,
-          "num_proxies = " + std::to_string(c.num_proxies) + ": the host backend has 1 proxy thread per rank");
+  require(c.num_proxies == 1, "num_proxies = " + std::to_string(c.num_proxies) + ": allowed is 1");
   transport_named(c.transport);
   return c;
 }

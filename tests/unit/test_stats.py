@@ -43,7 +43,7 @@ TOLD: list[dict[str, Any]] = [
     {"combine_wire_dtype": "fp32"}, {"max_dtype": "bf16"}, {"low_latency_tokens": 16},
 ]  # fmt: skip
 TOLD_A_GPU: list[dict[str, Any]] = [
-    *TOLD, {"window_tokens": 512}, {"num_proxies": 2}, {"num_sms": 2, "stage_sms": 4},
+    *TOLD, {"window_tokens": 512}, {"num_sms": 2, "stage_sms": 4},
     {"low_latency_tokens": 16, "mask_timeout_s": 5.0},
 ]  # fmt: skip
 
@@ -213,3 +213,8 @@ def test_format_shows_whole_numbers_whole_and_bytes_in_mib_too() -> None:
         ["ship.rows.bytes", "1,048,576 (1.000 MiB)"],
     ]
     assert format_stats({}) == ""
+
+
+def test_a_second_proxy_thread_is_refused_with_what_is_allowed() -> None:
+    with pytest.raises(ConfigError, match=r"^num_proxies = 2: allowed is 1$"):
+        memory_plan(EpConfig(**BASE, backend="host", num_proxies=2), 4)

@@ -206,7 +206,7 @@ class Network(Section):
     num_proxies: int = setting(1, integer(1, 4), native="=")
     """Proxy threads of a rank that post to the transport.
 
-    Unit: threads. Allowed: 1 .. 4 (the host backend has 1).
+    Unit: threads. Allowed: 1 .. 4, of which buffers so far take 1.
     """
 
     transport: TransportName = setting("auto", choice(TransportName), native="=")
