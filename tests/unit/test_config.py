@@ -1,6 +1,7 @@
 """`EpConfig`: ranges, sources of values, and the table of environment variables."""
 
 import dataclasses
+import enum
 import inspect
 import warnings
 
@@ -43,6 +44,7 @@ BAD = [
     ("arrival_timeout_s", float("inf")),
     ("progress_timeout_s", -1.0),
     ("progress_timeout_s", "20"),
+    ("progress_timeout_s", b"20"),
     ("backend", "gpu"),
     ("num_sms", 0),
     ("domain_size", 0),
@@ -111,6 +113,22 @@ def test_lists_become_tuples_and_integers_floats():
     assert config.domains == (1, 0)
     assert isinstance(config.arrival_timeout_s, float)
     hash(config)
+
+
+def test_members_of_enumerations_are_their_values():
+    """The text of a `str` member is its name, which no comparison knows."""
+
+    class Wires(str, enum.Enum):  # noqa: UP042  # StrEnum has other texts
+        FP32, LOOP = "fp32", "loop"
+
+    class Sizes(enum.IntEnum):
+        MANY = 64
+
+    config = EpConfig(num_experts=Sizes.MANY, hidden=256, combine_wire_dtype=Wires.FP32, transport=Wires.LOOP)
+    plain = EpConfig(num_experts=64, hidden=256, combine_wire_dtype="fp32", transport="loop")
+    assert config == plain and config.describe() == plain.describe()
+    with pytest.raises(ConfigError, match="max_dtype"):
+        EpConfig(**BASE, combine_wire_dtype=Wires.FP32, max_dtype="bf16")
 
 
 def test_fp32_partial_sums_need_fp32_slots():

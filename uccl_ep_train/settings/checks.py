@@ -47,7 +47,7 @@ def integer(low: int, high: int, *, parse: Callable[[str], int] = int, form: str
     def check(value: object) -> int:
         if isinstance(value, bool):
             raise TypeError("a bool is no number")
-        number = operator.index(cast(int, value))
+        number = int(operator.index(cast(int, value)))  # of an `IntEnum` too
         if not low <= number <= high:
             raise ValueError("out of range")
         return number
@@ -61,7 +61,7 @@ def num_bytes(low: int, high: int) -> Kind[int]:
 
 def number(low: float, high: float, *, open_low: bool = False) -> Kind[float]:
     def check(value: object) -> float:
-        if isinstance(value, bool | str):
+        if isinstance(value, bool | str | bytes | bytearray):
             raise TypeError("not a number")
         number = float(cast(float, value))
         if math.isnan(number) or not low <= number <= high or (open_low and number == low):
@@ -76,9 +76,9 @@ def choice(literal: object) -> Kind[str]:
     choices: tuple[str, ...] = get_args(literal)
 
     def check(value: object) -> str:
-        if value not in choices:
-            raise ValueError("unknown choice")
-        return str(value)
+        if not isinstance(value, str):
+            raise TypeError("not a string")
+        return choices[choices.index(value)]  # the text of a member of `class Wires(str, Enum)` is its name
 
     return Kind(check, str, " | ".join(choices))
 
