@@ -216,6 +216,11 @@ BAD_COMBINE: dict[str, tuple[type[Exception], str, Callable[[Tensor], dict[str, 
     ),
     "three biases": (InputError, "at most 2", lambda rows: {"rows": rows, "bias": [bf16(T, H)] * 3}),
     "bias a number": (DtypeError, "bias is int", lambda rows: {"rows": rows, "bias": 1}),
+    "sums rounded by a word": (
+        InputError,
+        "rounds_sums = 'no'; allowed is True | False",
+        lambda rows: {"rows": rows.float(), "rounds_sums": "no"},
+    ),
     "unknown gradient wire": (
         InputError,
         "grad_dtype = 'int4'",

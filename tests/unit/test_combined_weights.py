@@ -79,6 +79,8 @@ def test_bad_weights_are_refused_and_the_next_call_works() -> None:
             with pytest.raises(error, match=text):
                 combine_weights(buffer, weights, handle)
         assert torch.equal(combine_weights(buffer, good, got.handle), torch.full((3, WIDTH), 4.0))
+        with pytest.raises(DtypeError, match="buffer is NoneType; allowed is a Buffer"):
+            combine_weights(None, good, got.handle)  # type: ignore[arg-type]
 
     with spec.group() as group:
         group.run(step)

@@ -52,6 +52,9 @@ def refused_dispatches(
         ((x, topk_idx), {"wire": "bf16", "ue8m0": True}, InputError, "ue8m0 = True with wire = 'bf16'"),
         ((x, topk_idx), {"wire": "fp8_fp32", "ue8m0": True}, InputError, "with wire = 'fp8_fp32'"),
         ((x, topk_idx), {"ue8m0": 1}, InputError, "ue8m0 = 1; allowed is True | False"),
+        ((x, topk_idx), {"statistics": (None, None)}, DtypeError, "statistics is tuple; allowed is SlotS"),
+        ((x, topk_idx), {"statistics": x}, DtypeError, "statistics is Tensor"),
+        ((x, topk_idx), {"statistics": {}}, DtypeError, "statistics is dict"),
     ]  # fmt: skip
 
 
@@ -102,6 +105,11 @@ def test_a_wrong_argument_is_refused_before_anything_is_launched() -> None:
             assert not bit_difference(out.cpu(), wanted[rank])
 
         group.run(step)
+
+
+def test_what_is_no_buffer_is_refused() -> None:
+    with pytest.raises(DtypeError, match="buffer is NoneType; allowed is a Buffer"):
+        LowLatency(None)  # type: ignore[arg-type]
 
 
 def test_a_buffer_that_cannot_do_it_is_refused() -> None:

@@ -11,7 +11,7 @@ from tests.harness import RankGroup
 from tests.machine import needs_kernels
 from uccl_ep_train import Buffer, EpConfig, Topology, memory_plan
 from uccl_ep_train.core.stats import CALL_KINDS, format_stats, sum_stats
-from uccl_ep_train.errors import ConfigError, MemoryBudgetError
+from uccl_ep_train.errors import ConfigError, DtypeError, MemoryBudgetError
 from uccl_ep_train.settings.checks import MAX_WINDOW_CHUNKS
 
 BASE: dict[str, Any] = {"num_experts": 8, "hidden": 256, "budget_bytes": 8 << 20}
@@ -36,6 +36,23 @@ def test_the_total_is_the_sum_of_the_entries_and_within_the_budget() -> None:
     assert plan.total_bytes == sum(size for _, size in plan.entries) <= plan.budget_bytes == 8 << 20
     assert {"staging", "landing"} <= {name for name, _ in plan.entries}
     assert plan["staging"] == dict(plan.entries)["staging"]
+
+
+@pytest.mark.parametrize("rank", [4, -1, 1.0, "0", True, None])
+def test_a_plan_is_that_of_a_rank_of_the_group(rank: object) -> None:
+    with pytest.raises(ConfigError, match=r"rank = .*: allowed is 0 .. 3"):
+        memory_plan(EpConfig(**BASE), 4, rank)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ranks", ["4", 4.0, None, [0, 1], True, 10**12])
+def test_a_plan_is_for_a_number_of_ranks(ranks: object) -> None:
+    with pytest.raises(ConfigError, match=r"num_ranks = .*: allowed is 1 .. 131072"):
+        memory_plan(EpConfig(**BASE), ranks)  # type: ignore[arg-type]
+
+
+def test_a_plan_is_of_a_configuration() -> None:
+    with pytest.raises(DtypeError, match="config is dict; allowed is an EpConfig"):
+        memory_plan(BASE, 4)  # type: ignore[arg-type]
 
 
 TOLD: list[dict[str, Any]] = [

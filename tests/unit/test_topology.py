@@ -5,7 +5,9 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from tests.unit.by_hand import find_domains
 from uccl_ep_train import EpConfig, LocalBootstrap, Topology
@@ -52,6 +54,36 @@ def test_split_gives_consecutive_domains_and_a_smaller_last_one():
     assert Topology.split(5, 2).members == ((0, 1), (2, 3), (4,))
     assert Topology.split(2, 8).members == ((0, 1),)
     assert Topology.split(3, 1).members == ((0,), (1,), (2,))
+
+
+@pytest.mark.parametrize("make", [torch.tensor, np.array, tuple])
+def test_ids_may_be_those_of_a_tensor(make):
+    """Whose elements are objects of their own, each unequal to the others as a key."""
+    assert Topology.from_domains(make([3, 5, 3])).members == ((0, 2), (1,))
+
+
+@pytest.mark.parametrize("ids", [(), 5, None, [0, [1]], torch.zeros(0), torch.zeros(2, 1)])
+def test_ids_that_name_no_domain_of_each_rank_are_refused(ids):
+    with pytest.raises(ConfigError, match=r"(?s)domains = .*: allowed is an id per rank"):
+        Topology.from_domains(ids)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ((0, 1), "num_ranks = 0"),
+        (("4", 2), "num_ranks = '4'"),
+        (((1 << 17) + 1, 2), "num_ranks = 131073"),
+        ((10**12, 2), "num_ranks = 1000000000000"),
+        ((4, 0), "domain_size = 0"),
+        ((4, 2.0), "domain_size = 2.0"),
+        ((4, True), "domain_size = True"),
+        ((4, None), "domain_size = None"),
+    ],
+)
+def test_numbers_of_ranks_that_cannot_be_are_refused(given, named):
+    with pytest.raises(ConfigError, match=f"{named}: allowed is 1 .. 131072"):
+        Topology.split(*given)
 
 
 def test_local_rank_and_rail_follow_the_member_lists():

@@ -332,6 +332,7 @@ class TestFiles:
                 (7, {}, DtypeError),
                 (tmp_path / "run", {"max_events": 0}, InputError),
                 (tmp_path / "run", {"max_events": 1 << 25}, InputError),
+                (tmp_path / "run", {"max_events": True}, InputError),
             ]
             for path, arguments, error in wrong:
                 with pytest.raises(error), buffer.trace(path, **arguments):

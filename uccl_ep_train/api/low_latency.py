@@ -22,7 +22,7 @@ from uccl_ep_train.common.opaque import opaque_methods
 from uccl_ep_train.common.slots import SlotHandle, SlotRows, SlotStatistics, SlotWireName
 from uccl_ep_train.core.low_latency import SlotEngine, SlotWire
 from uccl_ep_train.core.slot_checks import SlotChecks
-from uccl_ep_train.errors import ConfigError, InputError
+from uccl_ep_train.errors import ConfigError, DtypeError, InputError
 
 _WIRES: dict[str, tuple[str, str]] = {
     "bf16": ("bf16", ""),
@@ -79,10 +79,12 @@ class LowLatency:
     `PeerFailed`. Parts of a group that no network joins mask each other. The buffer's other operations raise
     when their deadlines are over.
 
-    Raises `ConfigError` for a buffer without low_latency_tokens.
+    Raises `ConfigError` for a buffer without low_latency_tokens, `DtypeError`.
     """
 
     def __init__(self, buffer: Buffer) -> None:
+        if not isinstance(buffer, Buffer):
+            raise DtypeError(f"buffer is {type(buffer).__name__}; allowed is a Buffer")
         tokens = buffer.config.memory.low_latency_tokens
         if tokens is None:
             raise ConfigError("low_latency_tokens = None; allowed is the most tokens of any rank")
@@ -148,9 +150,9 @@ class LowLatency:
     ) -> Sent[SlotRows]:
         """routing: topk_idx, topk_weights. form: wire, ue8m0"""
         buffer, engine, (wire, ue8m0) = self.buffer, self._engine, form
-        statistics = statistics or SlotStatistics()
         buffer.check()
         with buffer.preparing("low-latency dispatch"):
+            statistics = SlotStatistics() if statistics is None else statistics
             self._check_turn(self._dispatches, phase, "dispatches")
             self._checks.statistics(statistics)
             self._checks.dispatch(x, *routing, wire, ue8m0)

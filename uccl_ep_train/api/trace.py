@@ -70,7 +70,7 @@ class Trace:
     def __init__(self, engine: Any, rank: int, path: str | os.PathLike[str], max_events: int) -> None:
         if not isinstance(path, str | os.PathLike):
             raise DtypeError(f"path is {type(path).__name__}; allowed is a str or a path")
-        if not isinstance(max_events, int) or not 1 <= max_events <= MAX_EVENTS:
+        if type(max_events) is not int or not 1 <= max_events <= MAX_EVENTS:
             raise InputError(f"max_events = {max_events!r}: allowed 1 to {MAX_EVENTS}")
         self.path = Path(f"{os.fspath(path)}.rank{rank}.json")
         self.lost_events = 0

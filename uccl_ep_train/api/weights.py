@@ -9,6 +9,7 @@ from uccl_ep_train.api.buffer import Buffer
 from uccl_ep_train.common.handle import DispatchHandle
 from uccl_ep_train.common.opaque import opaque
 from uccl_ep_train.core import routing
+from uccl_ep_train.errors import DtypeError
 from uccl_ep_train.settings.checks import FP8_BLOCK
 
 
@@ -27,6 +28,8 @@ def combine_weights(buffer: Buffer, weights: Tensor, handle: DispatchHandle) -> 
     Returns [T, W] float32, zero for tokens without experts. Not differentiable. Raises what `Buffer.combine`
     raises; `DtypeError`, too, if the buffer was created with max_dtype = "bf16".
     """
+    if not isinstance(buffer, Buffer):
+        raise DtypeError(f"buffer is {type(buffer).__name__}; allowed is a Buffer")
     with buffer.preparing("combine"):
         columns = routing.check_row_weights(weights, handle, buffer.config, buffer.device)
         width = min(columns + -columns % FP8_BLOCK, buffer.config.hidden)

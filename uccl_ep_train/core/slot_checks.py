@@ -93,6 +93,8 @@ class SlotChecks:
         return out
 
     def statistics(self, given: SlotStatistics) -> None:
+        if not isinstance(given, SlotStatistics):
+            raise DtypeError(f"statistics is {type(given).__name__}; allowed is SlotStatistics, or None")
         self._counter("total_counts", given.total_counts, self.num_local, torch.int32)
         self._counter("waited_ns", given.waited_ns, self.num_ranks, torch.int64)
 

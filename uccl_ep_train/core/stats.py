@@ -32,7 +32,8 @@ from dataclasses import dataclass
 
 from uccl_ep_train.core.cuda import built, choose_device
 from uccl_ep_train.core.native import load_native, native_config
-from uccl_ep_train.core.topology import Topology
+from uccl_ep_train.core.topology import Topology, checked_number
+from uccl_ep_train.errors import DtypeError
 from uccl_ep_train.settings.config import EpConfig
 
 CALL_KINDS = ("dispatch", "combine", "dispatch_backward", "combine_backward")
@@ -83,17 +84,22 @@ class MemoryPlan:
 def memory_plan(config: EpConfig, num_ranks_or_topology: int | Topology, rank: int = 0) -> MemoryPlan:
     """What `rank` would allocate, without allocating it.
 
-    With a number of ranks, the domains are those the configuration sets, else one domain. Raises
-    `MemoryBudgetError` naming the least budget (bytes) where `config.budget_bytes` is below it, `ConfigError`
-    where the configuration does not fit the number of ranks. Where `config.backend` comes to "cuda", memory
-    of the GPU, and what goes with it on the host; said outright, "cuda" needs no GPU for that.
+    With a number of ranks, the domains are those the configuration sets, else one domain. Where
+    `config.backend` comes to "cuda", memory of the GPU, and what goes with it on the host; said outright,
+    "cuda" needs no GPU for that.
+
+    Raises `MemoryBudgetError` naming the least budget (bytes) where `config.budget_bytes` is below it,
+    `ConfigError` where the configuration does not fit the number of ranks, or `rank` is none of them,
+    `DtypeError` for another config.
     """
+    if not isinstance(config, EpConfig):
+        raise DtypeError(f"config is {type(config).__name__}; allowed is an EpConfig")
     if isinstance(num_ranks_or_topology, Topology):
         topology = num_ranks_or_topology
     else:
         one_domain = Topology.split(num_ranks_or_topology, num_ranks_or_topology)
         topology = Topology.from_config(config, num_ranks_or_topology) or one_domain
-    native = native_config(config, topology, rank)
+    native = native_config(config, topology, checked_number("rank", rank, 0, topology.num_ranks - 1))
     core = load_native()
     on_gpu = (config.gpu.backend == "cuda" and built()) or choose_device(config).type == "cuda"
     entries = core.gpu_memory_plan(native) if on_gpu else core.memory_plan(native)

@@ -6,7 +6,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from uccl_ep_train.errors import ConfigError
+from uccl_ep_train.settings.checks import integer
 from uccl_ep_train.settings.config import EpConfig
+
+_MOST_RANKS = 1 << 17
+"""kMaxRanks of csrc/layout/words.h."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +30,14 @@ class Topology:
 
     @classmethod
     def from_domains(cls, ids: Sequence[Hashable]) -> Topology:
-        """From any domain id per rank; the ids are renumbered."""
-        if len(ids) == 0:
-            raise ConfigError("domains = (): allowed is an id per rank of the group")
-        domain_of = _dense(ids)
+        """From any domain id per rank; the ids are renumbered. Raises ConfigError."""
+        try:
+            # Elements of a tensor differ from each other whatever their values.
+            domain_of = _dense(ids.tolist() if hasattr(ids, "tolist") else ids)
+        except TypeError:
+            domain_of = ()
+        if not domain_of:
+            raise ConfigError(f"domains = {ids!r}: allowed is an id per rank of the group")
         members: list[list[int]] = [[] for _ in range(1 + max(domain_of))]
         for rank, domain in enumerate(domain_of):
             members[domain].append(rank)
@@ -41,11 +49,9 @@ class Topology:
 
     @classmethod
     def split(cls, num_ranks: int, domain_size: int) -> Topology:
-        """Consecutive domains of `domain_size` ranks; the last may be smaller."""
-        if num_ranks < 1 or domain_size < 1:
-            raise ConfigError(
-                f"domain_size = {domain_size} with {num_ranks} ranks: allowed is at least 1 of each"
-            )
+        """Consecutive domains of `domain_size` ranks; the last may be smaller. Raises ConfigError."""
+        num_ranks = checked_number("num_ranks", num_ranks, 1, _MOST_RANKS)
+        domain_size = checked_number("domain_size", domain_size, 1, _MOST_RANKS)
         return cls.from_domains([rank // domain_size for rank in range(num_ranks)])
 
     @classmethod
@@ -81,6 +87,14 @@ class Topology:
     def __str__(self) -> str:
         domains = ", ".join("{" + ", ".join(map(str, ranks)) + "}" for ranks in self.members)
         return f"{self.num_ranks} ranks in {self.num_domains} domain(s): {domains}"
+
+
+def checked_number(name: str, value: object, least: int, most: int) -> int:
+    """Raises ConfigError."""
+    try:
+        return integer(least, most).check(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name} = {value!r}: allowed is {least} .. {most}") from None
 
 
 def _dense(ids: Sequence[Hashable]) -> tuple[int, ...]:
