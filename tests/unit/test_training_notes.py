@@ -71,6 +71,17 @@ def test_fp16_is_refused_for_a_megatron_model() -> None:
         BufferPool({}).ep_config(model, tp_size=1, ep_size=2)
 
 
+def test_a_model_that_megatron_converts_has_the_dtype_it_gets() -> None:
+    """Parameters are float32 where a config says nothing of them; `Float16Module` makes them bfloat16."""
+    made = {"params_dtype": torch.float32, "hidden_size": H, "num_moe_experts": E}
+    config = BufferPool({}).ep_config(SimpleNamespace(**made, bf16=True), tp_size=1, ep_size=2)
+    assert (config.dispatch_dtype, config.max_dtype) == ("fp8", "fp32")
+    with pytest.raises(ConfigError, match="fp16 = True: the dispatcher carries"):
+        BufferPool({}).ep_config(SimpleNamespace(**made, fp16=True), tp_size=1, ep_size=2)
+    with pytest.raises(ConfigError, match="dispatch_dtype = 'fp8'"):
+        BufferPool({}).ep_config(SimpleNamespace(**made, bf16=False), tp_size=1, ep_size=2)
+
+
 def test_requires_grad_that_differs_is_a_mismatch() -> None:
     def step(rank: int, buffer: Buffer) -> None:
         x = torch.ones(T, H, dtype=torch.bfloat16, requires_grad=rank == 0)

@@ -94,6 +94,10 @@ class BufferPool:
             raise ConfigError(
                 f"params_dtype = {dtype}: the dispatcher carries torch.bfloat16 and torch.float32"
             )
+        # `Float16Module` converts parameters that were made in another dtype, float32 by default.
+        if getattr(config, "fp16", False):
+            raise ConfigError("fp16 = True: the dispatcher carries torch.bfloat16 and torch.float32")
+        narrows = getattr(config, "bf16", False)
         hidden = getattr(config, "moe_latent_size", None) or config.hidden_size
         wide = dtype == torch.float32 or getattr(config, "fp32_residual_connection", False)
         options: dict[str, Value] = {
@@ -110,7 +114,7 @@ class BufferPool:
             options |= sms_of(config)
         ep_config = EpConfig.from_env(**options)
         for name in ("dispatch_dtype", "grad_dtype"):
-            if dtype == torch.float32 and getattr(ep_config.wire, name) == "fp8":
+            if dtype == torch.float32 and not narrows and getattr(ep_config.wire, name) == "fp8":
                 raise ConfigError(
                     f"{name} = 'fp8' quantises BF16 rows and this model has float32 hidden states; "
                     f"allowed is {name} = 'bf16', which sends rows unquantised"
