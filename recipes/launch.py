@@ -325,6 +325,7 @@ def _check_start(other: Checkpoints, run_dir: Path) -> None:
     if not other.steps():
         raise CheckpointError(f"--start-from: no checkpoint in {other.folder}")
     other.check()
+    other.check_files()
 
 
 def _check_folders(args: argparse.Namespace, recipe: Recipe, runs: dict[Path, str]) -> None:
@@ -337,6 +338,7 @@ def _check_folders(args: argparse.Namespace, recipe: Recipe, runs: dict[Path, st
             raise CheckpointError(f"--resume: no checkpoint in {folder}")
         if not args.restart:
             checkpoints.check()
+            checkpoints.check_files()
         if args.start_from is not None:
             other = Checkpoints(args.start_from / "checkpoints", own, of_another=True)
             _check_start(other, folder)

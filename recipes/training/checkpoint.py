@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import zipfile
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,14 @@ class Checkpoints:
                 "Give the old ones to resume it, --restart to overwrite it, or another --run-dir."
             )
 
+    def check_files(self) -> None:
+        """Raises CheckpointError naming a rank's file that the newest checkpoint lacks or has in part."""
+        for step in self.steps()[-1:]:
+            for path in (self._file(step, rank) for rank in range(self.recipe.num_ranks)):
+                if not zipfile.is_zipfile(path):
+                    why = "it is not whole" if path.exists() else "there is none"
+                    raise CheckpointError(f"{path}: {why}; allowed is a file of each of the run's ranks")
+
     def save(self, training: Training, step: int) -> None:
         """The checkpoint is complete or absent, whenever the job is stopped: all write aside, then rank 0
         renames.
@@ -106,7 +115,7 @@ class Checkpoints:
             "scheduler": training.scheduler.state_dict(),
             "rng": torch.get_rng_state(),
         }
-        torch.save(state, aside / f"rank_{dist.get_rank()}.pt")
+        torch.save(state, aside / self._file(step, dist.get_rank()).name)
         dist.barrier()
         if dist.get_rank() == 0:
             (aside / _SETTINGS).write_text(json.dumps(settings_of(self.recipe), indent=1))
@@ -124,7 +133,7 @@ class Checkpoints:
         if step == 0:
             return 0
         self.check()
-        path = self._path(step) / f"rank_{dist.get_rank()}.pt"
+        path = self._file(step, dist.get_rank())
         # On the CPU first, whatever GPU wrote it: each of the three copies to where its own tensors are.
         state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
         training.model.load_state_dict(state["model"])
@@ -135,3 +144,6 @@ class Checkpoints:
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}"
+
+    def _file(self, step: int, rank: int) -> Path:
+        return self._path(step) / f"rank_{rank}.pt"

@@ -159,6 +159,30 @@ def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
         other.check()
 
 
+@pytest.mark.parametrize("option", ["--run-dir", "--start-from"])
+@pytest.mark.parametrize(("left", "why"), [(None, "there is none"), (300, "it is not whole")])
+def test_a_checkpoint_without_a_whole_file_of_each_rank_is_refused_before_ranks_start(
+    option: str, left: int | None, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a copy that was cut short leaves it."""
+    argv = ["--recipe=tiny_host", "--device=cpu", f"{option}={tmp_path / 'a'}"]
+    if option == "--start-from":
+        argv.append(f"--run-dir={tmp_path / 'b'}")
+    recipe = dataclasses.replace(chosen_recipe(parse_args(argv), None), device="cpu")
+    folder = tmp_path / "a" / "checkpoints" / "step_000005"
+    folder.mkdir(parents=True)
+    (folder / "recipe.json").write_text(json.dumps(settings_of(recipe)))
+    for rank in range(recipe.num_ranks):
+        torch.save(torch.zeros(99), folder / f"rank_{rank}.pt")
+    checkpoints = Checkpoints(tmp_path / "a" / "checkpoints", recipe)
+    checkpoints.check_files()
+    broken = folder / "rank_2.pt"
+    broken.unlink() if left is None else broken.write_bytes(broken.read_bytes()[:left])
+    assert main(argv) == 2
+    said = capsys.readouterr().err
+    assert f"rank_2.pt: {why}; allowed is a file of each of the run's ranks" in said
+
+
 def test_other_dispatchers_and_ablations_have_their_own_run_directory() -> None:
     folders = {
         str(default_run_dir(chosen_recipe(parse_args(arguments), dispatcher)))
