@@ -214,6 +214,33 @@ def test_statistics_are_added_to() -> None:
         group.run(step)
 
 
+def test_all_that_are_made_of_a_buffer_take_turns() -> None:
+    """On a GPU a kernel receives what was sent first, whoever sent it. Control: in order it works."""
+    spec = spec_of()
+    given = give(spec)
+    with spec.group() as group:
+
+        def step(rank: int, buffer: Buffer) -> None:
+            calls, others = LowLatency(buffer), LowLatency(buffer)
+            x, topk_idx, weights, outputs = given.on(rank, buffer.device)
+            handle = calls.dispatch(x, topk_idx).handle
+            first, second = calls.send_dispatch(x, topk_idx), others.send_dispatch(x, topk_idx)
+            for refused in (calls.dispatch, others.dispatch, calls.send_dispatch, others.send_dispatch):
+                with pytest.raises(InputError, match="2 dispatches were sent and not received"):
+                    refused(x, topk_idx)
+            with pytest.raises(InputError, match="rows that were sent before these are not received"):
+                second.receive()
+            first.receive()
+            second.receive()
+            sums = calls.send_combine(outputs, topk_idx, weights, handle)
+            with pytest.raises(InputError, match="1 combines were sent and not received"):
+                others.combine(outputs, topk_idx, weights, handle)
+            sums.receive()
+            settle(buffer)
+
+        group.run(step)
+
+
 def test_other_calls_are_a_mismatch_that_names_both() -> None:
     spec = spec_of()
     given = give(spec)

@@ -70,7 +70,7 @@ class LowLatency:
     buffer  of `EpConfig(low_latency_tokens=M, low_latency_topk=K)`, on all ranks
 
     Calls of each kind form one sequence, the same on every rank, beside the buffer's other operations. At
-    most two of a kind may be sent and not received.
+    most two of a kind may be sent and not received, by all `LowLatency` of a buffer together.
 
     With `mask_timeout_s` calls go on without a rank that no longer answers, or leaves alone: it is
     masked. Between domains its domain is, because each rank lands rows for all of its domain. All others
@@ -91,8 +91,9 @@ class LowLatency:
         self.buffer = buffer
         self.max_tokens = tokens
         self._checks = SlotChecks(buffer.config, buffer.device, buffer.num_ranks, tokens, object())
-        self._dispatches: deque[Sent[SlotRows]] = deque()
-        self._combines: deque[Sent[Tensor]] = deque()
+        # Those of all that are made of this buffer: a kernel receives what was sent first.
+        queues: tuple[deque[Sent[SlotRows]], deque[Sent[Tensor]]] = (deque(), deque())
+        self._dispatches, self._combines = vars(buffer).setdefault("_low_latency_queues", queues)
         # The one user of a buffer's engine beside the buffer.
         shape = buffer.num_ranks, self._checks.num_local, tokens
         wire_fp32 = buffer.config.wire.combine_wire_dtype == "fp32"
