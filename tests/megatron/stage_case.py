@@ -81,6 +81,36 @@ def _over_deep_ep() -> Any:
     return fused_a2a
 
 
+def shared_expert_shapes(rank: int) -> dict[str, Any]:
+    """What shared experts that Megatron's flex dispatcher gives rows [n,H] get, and what it gets of them."""
+    case = StageCase()
+    initialize(case.tp, case.ep, case.etp)
+    plugin.disable()
+    try:
+        dispatcher = _dispatcher(case, "uccl_ep")
+        shared = mock.Mock(gate_score=3)
+        dispatcher.config.moe_shared_expert_overlap = True
+        # As from 0.18 on; before, Megatron's raises.
+        stock = token_dispatcher.MoETokenDispatcher.set_shared_experts
+        with mock.patch.object(token_dispatcher.MoEFlexTokenDispatcher, "set_shared_experts", stock):
+            dispatcher.set_shared_experts(shared)
+        hidden, _ = _tokens(case, rank)
+        rows, _ = dispatcher.dispatch_preprocess(hidden, *routing_of(case, rank))
+        dispatcher.shared_experts.pre_forward_comm(rows, wait_current_stream=False)
+        (given,), options = shared.pre_forward_comm.call_args
+        shared.get_output.return_value = given
+        return {
+            "rows": list(rows.shape),
+            "given": list(given.shape),
+            "options": options,
+            "returned": torch.equal(dispatcher.shared_experts.get_output(), rows),
+            "others": dispatcher.shared_experts.gate_score,
+        }
+    finally:
+        plugin.disable()
+        dist.barrier()
+
+
 def over_budget(rank: int) -> dict[str, Any]:
     """Everything goes to one rank, which has too little room; then what Megatron does after such a step."""
     case = StageCase(routing="one_expert", rank_capacity=2.0)

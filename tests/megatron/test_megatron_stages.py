@@ -104,6 +104,15 @@ def test_a_token_may_go_to_more_than_32_experts(ranks: MegatronRanks, why: str) 
         assert max(sums.values()) <= 1e-6, sums
 
 
+def test_shared_experts_get_rows_in_all_to_alls_shape(ranks: MegatronRanks) -> None:
+    """On which the order of a gradient's sum depends."""
+    for found in ranks.run("stage_case.shared_expert_shapes"):
+        assert found == {
+            "rows": [24, 128], "given": [24, 1, 128], "options": {"wait_current_stream": False},
+            "returned": True, "others": 3,
+        }  # fmt: skip
+
+
 def test_a_rank_without_room_says_so_and_has_room_once_its_budget_has_grown(ranks: MegatronRanks) -> None:
     """What Megatron does from 0.17 on: over budget, repeat the step without a budget, grow, go on."""
     found = ranks.run("stage_case.over_budget")

@@ -92,12 +92,12 @@ def test_steps_with_a_megatron_feature_are_bitwise_equal(ranks: MegatronRanks, f
     assert_equal(train(ranks, case), train(ranks, stock_of(case)))
 
 
+@pytest.mark.parametrize("gate", [False, True])
 def test_an_overlapped_shared_expert_is_bitwise_equal_or_refused_with_megatrons_reason(
-    ranks: MegatronRanks,
+    ranks: MegatronRanks, gate: bool
 ) -> None:
-    case = TrainCase(
-        config={"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True},
-    )
+    shared = {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True}
+    case = TrainCase(config=shared | {"moe_shared_expert_gate": gate})
     stock = train(ranks, stock_of(case))
     try:
         ours = train(ranks, case)

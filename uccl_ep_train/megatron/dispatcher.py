@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import weakref
 from typing import Any
 
 import torch
@@ -68,6 +69,11 @@ class UcclEpTokenDispatcher(MoEFlexTokenDispatcher):
         # State that dispatch_preprocess leaves on the manager must survive its CUDA graph.
         self.cudagraph_attrs = ["_comm_manager.token_probs", "_comm_manager.routing_map"]
 
+    def set_shared_experts(self, shared_experts: Any) -> None:
+        """Raises what Megatron raises where its flex dispatcher overlaps no shared experts (0.16, 0.17)."""
+        super().set_shared_experts(shared_experts)
+        self.shared_experts = _InMegatronsShape(shared_experts, self)
+
     @property
     def buffer(self) -> Any:
         """The `Buffer` that this layer shares with all layers of its group."""
@@ -81,6 +87,29 @@ class UcclEpTokenDispatcher(MoEFlexTokenDispatcher):
     def before_step(self) -> None:
         """Before every step of a torch optimizer. Raises RoutingError."""
         self._comm_manager.check_captured_counts()
+
+
+class _InMegatronsShape:
+    """Shared experts that a flex dispatcher gives rows [n,H] get them as all-to-all's do, [S/TP,B,H].
+
+    With the gate of shared experts a row has three gradients, and the shape says which two are added first.
+    """
+
+    def __init__(self, shared_experts: Any, dispatcher: UcclEpTokenDispatcher) -> None:
+        self._shared_experts = shared_experts
+        self._dispatcher = weakref.ref(dispatcher)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shared_experts, name)
+
+    def pre_forward_comm(self, rows: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        dispatcher: Any = self._dispatcher()
+        self._shared_experts.pre_forward_comm(rows.view(dispatcher.hidden_shape), *args, **kwargs)
+
+    def get_output(self) -> torch.Tensor:
+        """[n,H]"""
+        output: torch.Tensor = self._shared_experts.get_output()
+        return output.view(-1, output.shape[-1])
 
 
 class UcclEpManager:
