@@ -104,7 +104,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     for name in _OWN_LOOP if args.recipe in PRETRAININGS else _FULL_SIZE:
         value = getattr(args, name)
         if value is not None and value is not False and value != []:
-            parser.error(f"--{name.replace('_', '-')} is not for {args.recipe}")
+            option = "what follows `--`" if name == "extra" else f"--{name.replace('_', '-')}"
+            parser.error(f"{option} is not for {args.recipe}")
     if args.picture and not args.dry_run:
         parser.error("--picture is for a dry run")
     for name, other, why in _CONTRADICTIONS:

@@ -333,6 +333,11 @@ def test_flex_dispatchers_of_tiny_host_are_refused_before_ranks_start(
         ["--recipe=kimi_k2", "--stop-at=0"],
     ],
 )
-def test_options_of_the_other_kind_of_recipe_are_refused(options: list[str]) -> None:
+def test_options_of_the_other_kind_of_recipe_are_refused(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the name that they were given by."""
     with pytest.raises(SystemExit):
         parse_args(options)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert ("`--`" if options[0] == "--" else options[-1].split("=")[0]) in said
