@@ -1,4 +1,6 @@
 // Calls that a rank of CUDA engines refuses take their numbers in the order of its operations; kernels on the CPU.
+#include <sys/mman.h>
+
 #include <cstring>
 
 #include "device/memory.h"
@@ -267,6 +269,48 @@ CLAIM("engines of both memories refuse the same calls, in the same words") {
       throw std::logic_error("\"" + by_host[i] + "\" and \"" + by_cuda[i] + "\" to call " + std::to_string(i));
     EXPECT_EQ(by_host[i].empty(), i == 0);  // the right one
   }
+}
+CLAIM("a combine whose rows kernels cannot name is refused before anything is launched; one row fewer is summed") {
+  CudaRun run = small_run_of({0});
+  run.dtype = run.wire = kFp32;
+  run.hidden = 16384;
+  run.with_weights = false;
+  const uint64_t row_bytes = uint64_t{run.hidden} * sizeof(float), most = gpu::kMostRowsBytes / row_bytes;
+  auto ranks = make_ranks<CudaRank>(run);
+  const RankInput in(run, 0, 0);
+  // Addresses: only the rows that come take memory.
+  void* const rows =
+      mmap(nullptr, (most + 1) * row_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  EXPECT(rows != MAP_FAILED);
+  for (const uint64_t capacity : {most + 1, most}) {
+    GpuEngine& engine = ranks[0]->engine();
+    DispatchArgs args = dispatch_args(run, in, true);
+    args.capacity = static_cast<int64_t>(capacity);
+    args.stream = ranks[0]->stream();
+    const auto sent = engine.dispatch(args);
+    std::vector<uint8_t> plan(sent->plan()->num_bytes());
+    DispatchOutput output;
+    output.rows = static_cast<uint8_t*>(rows);
+    output.plan = plan.data();
+    output.stream = ranks[0]->stream();
+    sent->give_output(output);
+    Combined sums;
+    sums.out.assign(in.num_tokens * row_bytes, 0);
+    CombineArgs combine;
+    combine.rows = output.rows;
+    combine.hidden = run.hidden;
+    combine.dtype = combine.wire = kFp32;
+    combine.plan = sent->plan();
+    combine.out = sums.out.data();
+    combine.stream = ranks[0]->stream();
+    const std::string said = said_to([&] { engine.combine(combine); });
+    cudaStreamSynchronize(ranks[0]->stream());
+    engine.check();
+    EXPECT_EQ(said.empty(), capacity == most);
+    if (capacity > most)
+      expect_text(said, {"a combine of " + std::to_string(capacity) + " rows of 65536 bytes", "at most 68719476736"});
+  }
+  EXPECT(munmap(rows, (most + 1) * row_bytes) == 0);
 }
 CLAIM("more routing than a buffer holds is refused with what it holds, and then it works on") {
   CudaRun run = small_run_of({0});

@@ -21,7 +21,7 @@ constexpr uint32_t kMaxMembers = 128;    // of a domain: kernel arguments hold a
 constexpr uint32_t kMaxBlocks = 1024;    // of a kernel
 constexpr uint32_t kTileTokens = 64;     // routed together: a bit each of a 64-bit mask
 constexpr uint32_t kRowGroup = 8;        // staged rows that one flag publishes
-constexpr uint32_t kTokenBlock = 32;     // tokens whose pieces one flag publishes; windows consist of whole ones
+constexpr uint32_t kTokenBlock = 32;  // half a tile: tokens whose pieces one flag publishes. Windows have whole ones
 constexpr uint32_t kPairsPerToken = 32;  // of the capacity for usual tokens; an operation may distribute them otherwise
 constexpr uint32_t kMaxTokens = 1u << 16;
 constexpr uint32_t kMaxRelayedChunks = 1000;  // of rows, in a ring between domains
@@ -178,7 +178,8 @@ constexpr uint32_t tile_token_words(const DeviceMap& map) {
 constexpr uint32_t tile_words(const DeviceMap& map) { return tile_token_words(map) + map.num_ranks + 1; }
 
 constexpr uint64_t kDevicePage = 2u << 20;  // memory of a GPU comes in whole ones
-constexpr uint64_t kMostRegionBytes = uint64_t{1} << 36;  // kernels keep places in it in 32 bits, in units of 16 bytes
+// Kernels keep places in 32 bits, in units of 16 bytes: in a region, and among the rows that a combine sums.
+constexpr uint64_t kMostRegionBytes = uint64_t{1} << 36, kMostRowsBytes = uint64_t{1} << 36;
 
 // Memory for low latency, for so many tokens of a rank with so many experts each; 0: none.
 struct LowLatencyRoom {

@@ -74,6 +74,19 @@ void GpuEngine::check_dispatch(const DispatchArgs& args) const {
            "earlier dispatch");
 }
 
+// Kernels keep the place of one of the caller's rows in 32 bits, in units of 16 bytes.
+void GpuEngine::check_combine(const CombineArgs& args) const {
+  check_usable();
+  check_call(args, limits());
+  if (args.rounds_sums && topo_.num_domains() > 1)
+    refuse(UsageKind::kConfig, "sums in fp32 that are rounded between domains: allowed are those of CPUs");
+  const uint64_t rows = args.plan->num_rows(), row_bytes = uint64_t{args.hidden} * dtype_bytes(args.dtype);
+  if (rows > gpu::kMostRowsBytes / row_bytes)
+    refuse(UsageKind::kShape, "a combine of " + std::to_string(rows) + " rows of " + std::to_string(row_bytes) +
+                                  " bytes: the CUDA backend takes at most " + std::to_string(gpu::kMostRowsBytes) +
+                                  " bytes of rows");
+}
+
 // A routing of another form than the plan's counts as another routing, because kernels compare contents only.
 void GpuEngine::check_form(const DispatchArgs& args, const GpuPlan& plan) {
   if (args.routing.kind == plan.routing_kind && args.routing.width == plan.routing_width) return;

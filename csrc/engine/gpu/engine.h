@@ -158,6 +158,7 @@ class GpuEngine final : public Engine, private GpuHandles {
   std::shared_ptr<GpuOp> begin(std::shared_ptr<GpuPlan> plan, gpu::StreamHandle stream, bool aside);
   std::shared_ptr<GpuPlan> new_plan(const DispatchArgs& args) const;
   void check_dispatch(const DispatchArgs& args) const;
+  void check_combine(const CombineArgs& args) const;
   void check_room(const DispatchArgs& args) const;
   uint32_t most_pieces(uint32_t width) const;
   uint32_t tokens_of_capacity(const DispatchArgs& args) const;

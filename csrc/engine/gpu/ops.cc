@@ -253,10 +253,7 @@ void GpuEngine::end_dispatch(GpuOp& op) {
 std::shared_ptr<Operation> GpuEngine::combine(const CombineArgs& args) {
   const std::lock_guard lock(mutex_);
   const gpu::OnDevice guard(device_);
-  check_usable();
-  check_call(args, limits());
-  if (args.rounds_sums && topo_.num_domains() > 1)
-    throw UsageFailure(UsageKind::kConfig, "sums in fp32 that are rounded between domains: allowed are those of CPUs");
+  check_combine(args);
   const auto known = own_plan<GpuPlan>(args.plan);
   const GpuPlan& plan = *known;
   const uint64_t piece_bytes = uint64_t{args.hidden} * dtype_bytes(args.wire);
