@@ -7,6 +7,7 @@ namespace uccl_ep {
 namespace {
 
 static_assert(UCCL_EP_MXFP8 == static_cast<int>(Dtype::kMxfp8) && UCCL_EP_BF16 == static_cast<int>(Dtype::kBf16));
+static_assert(UCCL_EP_MXFP8 == std::size(kRowFormats), "a row format has no enumerator in uccl_ep.h");
 
 Dtype dtype_of(uccl_ep_dtype given, bool may_be_quantised, const char* name) {
   const auto dtype = static_cast<Dtype>(given);

@@ -1,6 +1,7 @@
 // How the elements of a row lie on the wire: codes, then perhaps scales, then perhaps metadata, words of the caller's.
 // Declared once, for host, kernels and Python.
-// A new format of e4m3 codes is an entry in `kRowFormats`, its rule in `AllScaleRules`, and the same in oracle/fp8.py.
+// A new format of e4m3 codes is an entry in `kRowFormats`, its rule in `AllScaleRules`, the same in oracle/fp8.py, and
+// an enumerator in c_api/uccl_ep.h. Claims of GPU engines run every entry.
 #pragma once
 
 #include <bit>
@@ -24,10 +25,13 @@ constexpr uint32_t kFp8Block = 128;
 constexpr uint32_t kHiddenUnit = 32;  // a row has a multiple of so many elements. Its last block may be shorter
 constexpr uint32_t kMetadataBytes = 4;  // of a word
 
+// What an element is on the wire.
+enum class CodeKind : uint32_t { kBf16, kFp32, kE4m3 };
 struct RowFormat {
   Dtype id;
   const char* name;      // of its codes, as users and errors say it
   const char* scale;     // as users say it; "": there is none
+  CodeKind code;
   uint32_t code_bits;    // of an element
   uint32_t block;        // neighbouring elements with one scale
   uint32_t scale_bytes;  // 0: there is none
@@ -41,9 +45,11 @@ struct RowFormat {
 };
 // In the order of their ids.
 inline constexpr RowFormat kRowFormats[] = {
-    {Dtype::kBf16, "bf16", "", 16, 1, 0},          {Dtype::kFp32, "fp32", "", 32, 1, 0},
-    {Dtype::kFp8, "fp8", "pow2", 8, kFp8Block, 4}, {Dtype::kFp8Fp32, "fp8", "fp32", 8, kFp8Block, 4},
-    {Dtype::kMxfp8, "mxfp8", "", 8, kFp8Block, 4},  // a word of exponents for each block
+    {Dtype::kBf16, "bf16", "", CodeKind::kBf16, 16, 1, 0},
+    {Dtype::kFp32, "fp32", "", CodeKind::kFp32, 32, 1, 0},
+    {Dtype::kFp8, "fp8", "pow2", CodeKind::kE4m3, 8, kFp8Block, 4},
+    {Dtype::kFp8Fp32, "fp8", "fp32", CodeKind::kE4m3, 8, kFp8Block, 4},
+    {Dtype::kMxfp8, "mxfp8", "", CodeKind::kE4m3, 8, kFp8Block, 4},  // a word of exponents for each block
 };
 // Host only. Kernels get a RowShape.
 constexpr const RowFormat& row_format(Dtype id) { return kRowFormats[static_cast<uint32_t>(id) - 1]; }
@@ -60,6 +66,25 @@ constexpr bool are_in_order() {
   return true;
 }
 static_assert(are_in_order());
+constexpr bool have_known_codes() {
+  for (const RowFormat& format : kRowFormats)
+    if (format.scale_bytes > 0 &&
+        (format.code != CodeKind::kE4m3 || format.block != kFp8Block || format.scale_bytes != 4))
+      return false;
+  return true;
+}
+static_assert(
+    have_known_codes(),
+    "other codes, blocks or scales need functions of their own in backend/host/numerics.cc, "
+    "backend/gpu/numerics.cuh, write_row.cuh and place.cuh, and in oracle/fp8.py: these take e4m3 for granted");
+
+// ---- numbers that are not finite ------------------------------------------------------------------------------------
+// A NaN that is rounded or encoded has one bit pattern (contracts 2 and 3).
+constexpr uint32_t kFp32Inf = 0x7F800000u;
+constexpr uint32_t kFp32Nan = 0x7FC00000u;
+constexpr uint16_t kBf16Inf = 0x7F80;
+constexpr uint16_t kBf16Nan = 0x7FC0;
+constexpr uint8_t kE4m3Nan = 0x7F;
 
 // ---- scales ---------------------------------------------------------------------------------------------------------
 // A rule gives the scale of a block by its largest magnitude, finite and above 0. Host and kernels have it from here,

@@ -78,6 +78,17 @@ CLAIM("codes and scales that the caller gave, and metadata, have the host's bits
         try_seeds(run);
       }
 }
+CLAIM("rows of every format have the host's bits, quantised here or by the caller") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}})
+    for (const RowFormat& format : kRowFormats) {
+      CudaRun run = run_of(domain_of, format.id == kFp32 ? kFp32 : kBf16, format.id);
+      run.rounds = 1;
+      if (!is_quantised(format.id) || AllScaleRules::has(format.id)) try_seeds(run);
+      if (!is_quantised(format.id)) continue;
+      run.fp8_codes = run.given_codes = true;
+      try_seeds(run);
+    }
+}
 CLAIM("metadata beside quantised and unquantised rows has the host's bits") {
   for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}})
     for (const Dtype wire : {kBf16, kFp8}) {

@@ -79,10 +79,10 @@ inline uint32_t most_pieces(const Topology& topo) { return gpu::kTokenBlock * mo
 // Rows of every wire dtype that are no wider than `row_bytes`.
 inline std::vector<uint64_t> wire_rows(uint64_t row_bytes) {
   std::vector<uint64_t> bytes;
-  for (Dtype wire : {Dtype::kBf16, Dtype::kFp8, Dtype::kFp8Fp32, Dtype::kFp32})
+  for (const RowFormat& format : kRowFormats)
     for (uint64_t hidden : {row_bytes / 4, row_bytes / 2})
-      if (hidden % 128 == 0 && hidden > 0 && gpu::staged_row_bytes(wire, hidden) <= row_bytes)
-        bytes.push_back(gpu::staged_row_bytes(wire, hidden));
+      if (hidden % 128 == 0 && hidden > 0 && gpu::staged_row_bytes(format.id, hidden) <= row_bytes)
+        bytes.push_back(gpu::staged_row_bytes(format.id, hidden));
   return bytes;
 }
 

@@ -62,7 +62,7 @@ struct CudaRun {
   }
   uint32_t num_experts() const { return experts_per_rank * static_cast<uint32_t>(num_ranks()); }
   uint32_t width() const { return is_map ? num_experts() : topk; }
-  Dtype dispatch_dtype() const { return given_codes ? Dtype::kFp8Fp32 : dtype; }
+  Dtype dispatch_dtype() const { return given_codes ? wire : dtype; }
   uint64_t num_scales() const { return row_format(kFp8).num_scales(hidden); }
   Dtype combine_wire() const { return dtype; }
 };

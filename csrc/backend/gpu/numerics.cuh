@@ -9,12 +9,6 @@
 
 namespace uccl_ep::gpu {
 
-constexpr uint32_t kFp32Inf = 0x7F800000u;
-constexpr uint32_t kFp32Nan = 0x7FC00000u;
-constexpr uint16_t kBf16Nan = 0x7FC0;
-constexpr uint16_t kBf16Inf = 0x7F80;
-constexpr uint8_t kE4m3Nan = 0x7F;
-
 __device__ __forceinline__ float bf16_to_fp32(uint16_t bits) { return __uint_as_float(uint32_t{bits} << 16); }
 
 // Round to nearest even; every NaN becomes the canonical one.

@@ -9,12 +9,6 @@
 namespace uccl_ep::host {
 namespace {
 
-constexpr uint16_t kBf16Nan = 0x7FC0;
-constexpr uint32_t kFp32Nan = 0x7FC00000;
-constexpr uint32_t kFp32Inf = 0x7F800000;
-constexpr uint16_t kBf16Inf = 0x7F80;
-constexpr uint8_t kE4m3Nan = 0x7F;
-
 // Vectors that the compiler maps to what the instruction set has. A cast between them keeps the bits.
 typedef float FloatV __attribute__((vector_size(32)));
 typedef uint32_t UintV __attribute__((vector_size(32)));
