@@ -19,10 +19,12 @@ RETIRED = "tests/architecture/retired_names.md"
 _RETIRED = "Names that are gone"
 _QUOTED = re.compile(r"`([^`]+)`")
 _IDENTIFIER = re.compile(r"\b[A-Za-z_]\w*\b")
+_NAME = re.compile(r'"([a-z][a-z0-9_.]*)"')  # of a part of memory, as users see it
 _TYPE = re.compile(
     r"^(?:struct|class|union|enum class)\s+(?:alignas\([^)]*\)\s+)?([A-Z]\w*)\b(?=[^;\n]*(?:\{|$))",
     re.MULTILINE,
 )
+_NUMBER = re.compile(r"^constexpr \w+ (k[A-Z]\w*) = (\d+);", re.MULTILINE)
 _CONSTANT = re.compile(r"^(?:inline\s+)?constexpr\s+[\w:]+\s+(k[A-Z]\w*)\s*[={]", re.MULTILINE)
 
 
@@ -53,18 +55,22 @@ def retired(page: str) -> list[Retired]:
 
 
 def check_retired_names(root: Path) -> list[str]:
-    """No identifier of the sources is a name that was retired there."""
+    """No identifier of the sources, and no name that they give in a string, was retired there."""
     rules = retired((root / RETIRED).read_text())
     found = []
     for path in project_files(root, *CPP, under="csrc"):
         name = str(path.relative_to(root))
         ours = [rule for rule in rules if name.startswith(rule.folder + "/")]
-        code = cpp_code(path.read_text())
-        for match in _IDENTIFIER.finditer(code):
+        text = path.read_text()
+        code = cpp_code(text)
+        words = [(match.group(), code, match) for match in _IDENTIFIER.finditer(code)]
+        for match in _NAME.finditer(text):
+            words += [(word, text, match) for word in match.group(1).split(".")]
+        for word, where, match in words:
             for rule in ours:
-                if fnmatchcase(match.group(), rule.name):
-                    line = code.count("\n", 0, match.start()) + 1
-                    found.append(f"{name}:{line}: {match.group()}: say {rule.say}")
+                if fnmatchcase(word, rule.name):
+                    line = where.count("\n", 0, match.start()) + 1
+                    found.append(f"{name}:{line}: {word}: say {rule.say}")
     return found
 
 
@@ -97,9 +103,22 @@ def check_terms(root: Path) -> list[str]:
     return [f"{GLOSSARY}: {word} is explained twice" for word in sorted(set(words)) if words.count(word) > 1]
 
 
+def check_numbers(root: Path) -> list[str]:
+    """A number that the glossary gives for a constant is that constant's."""
+    values: dict[str, str] = {}
+    for path in project_files(root, ".h", ".cuh", under="csrc"):
+        values |= dict(_NUMBER.findall(cpp_code(path.read_text())))
+    found = []
+    for row in rows_of((root / GLOSSARY).read_text()):
+        for number, name in re.findall(r"^(\d+) .*\(`(k\w+)`\)$", row[1]):
+            if values.get(name) != number:
+                found.append(f"{GLOSSARY}: {row[0]}: {number}, and {name} is {values.get(name)}")
+    return found
+
+
 # ------------------------------------------------------------------------------------ claims
 
-CHECKS: list[Check] = [check_retired_names, check_unique_names, check_terms]
+CHECKS: list[Check] = [check_retired_names, check_unique_names, check_terms, check_numbers]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -120,17 +139,23 @@ _PAGE = (ROOT / GLOSSARY).read_text()
 PLANTED: list[tuple[Check, str, str]] = [
     (check_retired_names, "csrc/backend/gpu/bad.cuh", "void f(const Domain& d);\n"),
     (check_retired_names, "csrc/backend/gpu/bad.cuh", "uint32_t chunk_rows = 0;\n"),
+    (check_retired_names, "csrc/backend/gpu/bad.cc", 'take(l.part, "flags.values_full", ranks);\n'),
     (check_retired_names, "csrc/transport/loop/bad.h", "struct Op {};\n"),
     (check_retired_names, "csrc/layout/bad.h", "WindowParams window_of(int);\n"),
     (check_unique_names, "csrc/backend/gpu/bad.h", "struct RegionLayout {\n};\n"),
     (check_unique_names, "csrc/queue/bad.h", "constexpr uint32_t kMaxRanks = 64;\n"),
     (check_unique_names, "csrc/transport/bad.h", "enum class Kind : int { kA };\n"),
+    (check_numbers, GLOSSARY, "## A\n| word | meaning |\n|---|---|\n| tile | 32 tokens (`kTileTokens`) |\n"),
     (check_terms, GLOSSARY, "## A\n| word | meaning |\n|---|---|\n| slot | a |\n| ring, slot | b |\n"),
 ]
 
 _HEADERS = {
     GLOSSARY: _PAGE,
     RETIRED: (ROOT / RETIRED).read_text(),
+    "csrc/backend/gpu/layout.h": "\n".join(
+        f"constexpr uint32_t {name} = {value};"
+        for name, value in (("kTileTokens", 64), ("kTokenBlock", 32), ("kRowGroup", 8), ("kFp8Block", 128))
+    ),
     "csrc/layout/region.h": "struct RegionLayout {\n};\nconstexpr uint32_t kMaxRanks = 1u << 18;\n",
     "csrc/transport/loop/address.h": "struct Address {\n};\nenum class Kind : int { kB };\n",
 }

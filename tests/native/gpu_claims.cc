@@ -16,11 +16,11 @@ namespace {
 
 CLAIM("staged rows begin at multiples of 128 bytes and fit the widest row") {
   for (uint64_t hidden = kHiddenUnit; hidden <= 16384; hidden += kHiddenUnit)
-    for (Dtype wire : {Dtype::kBf16, Dtype::kFp8, Dtype::kFp8Fp32, Dtype::kFp32}) {
-      const uint64_t bytes = gpu::staged_row_bytes(wire, hidden);
+    for (const RowFormat& format : kRowFormats) {
+      const uint64_t bytes = gpu::staged_row_bytes(format.id, hidden);
       EXPECT_EQ(bytes % 128, 0u);
-      EXPECT(bytes >= wire_row_bytes(wire, hidden) && bytes < wire_row_bytes(wire, hidden) + 128);
-      EXPECT(wire == Dtype::kFp32 || bytes <= gpu::staged_bytes(hidden * 2));
+      EXPECT(bytes >= wire_row_bytes(format.id, hidden) && bytes < wire_row_bytes(format.id, hidden) + 128);
+      EXPECT(format.id == Dtype::kFp32 || bytes <= gpu::staged_bytes(hidden * 2));
     }
 }
 
@@ -133,7 +133,7 @@ CLAIM("weights' gradients of all pairs have memory, and places in windows of whi
     EXPECT_EQ(layout.weight_halves, windows > 1 ? gpu::kHalves : 1u);
     EXPECT_EQ(layout.stream_weights, std::min(layout.weight_pairs, layout.stream_pairs));
     for (const auto& [name, bytes] : layout.entries)
-      if (name == "piece_values")
+      if (name == "piece_weights")
         EXPECT(bytes >= 4ull * layout.num_streams * layout.weight_halves * layout.stream_weights);
     in_several += windows > 1;
     in_one += windows == 1;

@@ -143,11 +143,12 @@ void take_low_latency(Cursor& cursor, const Shape& shape, LowLatencyMap& map, ui
 void take_flags(Cursor& cursor, const Shape& shape, DeviceMap& l) {
   const uint64_t ranks = shape.ranks, members = shape.members, streams = shape.streams, tokens = l.max_tokens;
   cursor.take(l.header_full, "flags.header_full", ranks);
-  cursor.take(l.weights_full, "flags.values_full", ranks);
+  cursor.take(l.weights_full, "flags.weights_full", ranks);
   cursor.take(l.lists_full, "flags.lists_full", members);
   cursor.take(l.read, "flags.read", members);
   cursor.take(l.folded_all, "flags.folded_all", members);
   cursor.take(l.merged, "flags.merged", members);
+  static_assert(kTileTokens % kRowGroup == 0 && kTileTokens % kTokenBlock == 0, "the last one has no flag");
   cursor.take(l.rows_full, "flags.rows_full", members * (tokens / kRowGroup));
   cursor.take(l.folded, "flags.folded", streams * members * (tokens / kTokenBlock));
 }
@@ -194,7 +195,7 @@ DeviceRegionLayout layout_for(const Topology& topo, const Shape& shape, const Re
   cursor.take("rings", several ? device_ring_bytes(topo, l.rings, static_cast<int>(members))
                                : 0);  // first: the transport counts from 0
   take_flags(cursor, shape, l);
-  cursor.take(l.token_block_counts, "chunk_counts", ranks * token_blocks);
+  cursor.take(l.token_block_counts, "token_block_counts", ranks * token_blocks);
   cursor.take(l.sent_counts, "sent_counts", several * domains * l.row_slots);
   cursor.take(l.relayed_counts, "relayed_counts", several * streams * l.return_slots);
   cursor.take(l.local, "local", 1);
@@ -208,10 +209,10 @@ DeviceRegionLayout layout_for(const Topology& topo, const Shape& shape, const Re
   cursor.take(l.tile_counts, "tile_counts", (tokens / kTileTokens) * tile_words(l));
   cursor.take(l.token_addends, "token_addends", tokens + 1);
   cursor.take(l.addends, "addends", several * pairs);
-  cursor.take(l.sent_token_blocks, "sent_chunks", several * domains * BlockRows::groups(token_blocks));
+  cursor.take(l.sent_token_blocks, "sent_token_blocks", several * domains * BlockRows::groups(token_blocks));
   cursor.take(l.packets, "packets", kHalves * l.packet_bytes);
   cursor.take(l.pair_origin, "pair_origin", pairs);
-  cursor.take(l.piece_weights, "piece_values", streams * l.weight_halves * l.stream_weights);
+  cursor.take(l.piece_weights, "piece_weights", streams * l.weight_halves * l.stream_weights);
   cursor.take(l.rows, "rows", kHalves * l.half_bytes);
   // A rank that is alone in its domain folds for others straight into the rings.
   const uint64_t at_once = 1 + std::min<uint64_t>(streams - 1, room.batch_streams);
