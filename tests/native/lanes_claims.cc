@@ -72,6 +72,16 @@ CLAIM("lanes of a warp in different collectives are a fault") {
               "others of its warp are in"));
 }
 
+CLAIM("a flag that goes back is a fault") {
+  using namespace uccl_ep::gpu::device;
+  for (void (*store)(uint64_t*, uint64_t) : {store_release_system, store_relaxed_system, store_release_gpu}) {
+    uint64_t flag = 6;
+    const auto fault_after = [&](uint64_t value) { return fault_of({1, 1}, [&] { store(&flag, value); }); };
+    EXPECT(fault_after(6).empty() && fault_after(7).empty());
+    EXPECT(says(fault_after(6), "a flag goes back from 7 to 6") && flag == 7);
+  }
+}
+
 CLAIM("a collective that a lane has left before is a fault") {
   EXPECT(says(fault_of({1, kWarp},
                        [] {

@@ -383,6 +383,7 @@ bool meet_block(uint32_t id, uint32_t size, bool yes) {
   return current_block().meet_block(id, size, yes, __builtin_return_address(0));
 }
 void meet_whole_block() { current_block().meet_block(0, current_block().size(), true, __builtin_return_address(0)); }
+void fail(const std::string& what) { current_block().fail(what); }
 void look() { current_block().look(__builtin_return_address(0)); }
 void act() {
   if (on_work != nullptr) on_work();

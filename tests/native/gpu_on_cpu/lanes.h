@@ -1,6 +1,6 @@
 // A GPU's blocks on a CPU: each is a thread of the system, its lanes are fibers of that thread, which switch where they
 // wait for each other or look at a flag. Collectives wait for exactly the lanes of their mask. What no GPU would bear
-// is a Fault: lanes of a warp in different collectives, a lane that has left, lanes that all wait.
+// is a Fault: lanes of a warp in different collectives, a lane that has left, lanes that all wait, flags that go back.
 //
 // Not emulated: weak memory (an x86 is stronger than a GPU), caches, time. See docs/gpu_on_cpu.md.
 #pragma once
@@ -68,6 +68,8 @@ void meet_whole_block();
 void look();
 // Where another might run; what the lane does next is work, which others may wait for.
 void act();
+// By a lane: what it did is a Fault.
+[[noreturn]] void fail(const std::string& what);
 
 // ---- bulk copies ----------------------------------------------------------------------------------------------------
 // Addresses in shared memory are 32 bits wide.

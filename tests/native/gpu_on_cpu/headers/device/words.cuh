@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <ctime>
+#include <string>
 
 #include "lanes.h"
 
@@ -26,12 +27,20 @@ inline uint32_t load_acquire_gpu(const uint32_t* from) { return load(from, __ATO
 inline uint32_t load_relaxed_gpu(const uint32_t* from) { return load(from, __ATOMIC_RELAXED); }
 inline uint32_t load_acquire_block(uint32_t* from) { return load(from, __ATOMIC_ACQUIRE); }
 
+// Such words are flags: contract 6.
+inline void only_grows(const uint64_t* flag, uint64_t value) {
+  const uint64_t before = __atomic_load_n(flag, __ATOMIC_RELAXED);
+  if (value < before)
+    gpu_on_cpu::fail("a flag goes back from " + std::to_string(before) + " to " + std::to_string(value));
+}
 inline void store_release_system(uint64_t* to, uint64_t value) {
   act();
+  only_grows(to, value);
   __atomic_store_n(to, value, __ATOMIC_RELEASE);
 }
 inline void store_relaxed_system(uint64_t* to, uint64_t value) {
   act();
+  only_grows(to, value);
   __atomic_store_n(to, value, __ATOMIC_RELAXED);
 }
 inline void store_two_relaxed_system(uint64_t* to, uint64_t first, uint64_t second) {
