@@ -264,7 +264,6 @@ __device__ UCCL_EP_INLINE_WHERE_ROOM uint64_t write_tiles(const Crew crew, const
                                                           const Tiles<Tile>& tiles, uint32_t all_token_blocks) {
   const uint32_t own = own_domain(g), size = tiles.size();
   uint32_t* const origin = own_part(g, g.map.pair_origin);
-  static_assert(kTileTokens == 2 * kTokenBlock);
   // The same thread carries a number from tile to tile.
 #pragma unroll 1
   for (uint32_t t = 1; t < size; ++t) add_tile(crew, g, tiles.tile(t - 1), tiles.tile(t));

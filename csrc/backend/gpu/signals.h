@@ -39,7 +39,7 @@ struct ListsFull {
 };
 struct RowsFull {
   static constexpr Signal kIs{.name = "rows_full[s][c]",
-                              .writer = "s: the telling warp of the block that staged row group c (8 rows)",
+                              .writer = "s: the telling warp of the block that staged row group c",
                               .readers = "ranks with rows of s",
                               .publishes = "its rows",
                               .waits = "`place`, row by row",
@@ -67,8 +67,8 @@ struct Folded {
   static constexpr Signal kIs{
       .name = "folded[k][d][c]",
       .writer =
-          "d: the telling warp that counts the last of its pieces of token block c (32 tokens of the source); "
-          "one for those without any",
+          "d: the telling warp that counts the last of its pieces of the source's token block c; one for those "
+          "without any",
       .readers = "who merges the stream: the source (k = 0) or its rail",
       .publishes = "its pieces",
       .waits = "`merge`, token block by token block",
@@ -156,9 +156,6 @@ struct ReturnsGone {
                               .scope = Scope::kGpu,
                               .step = Step::kShip};
 };
-
-// ---- the same, of low latency
-// -----------------------------------------------------------------------------------------
 
 // ---- between the blocks of a GPU ------------------------------------------------------------------------------------
 struct Counted {

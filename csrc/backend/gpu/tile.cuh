@@ -298,6 +298,7 @@ __device__ inline void count_tiles(const Crew& crew, const Group& g, const Tiles
     }
     if (!mine) continue;
     BlockMost most;
+    static_assert(kTileTokens == 2 * kTokenBlock && kTokenBlock == 32, "a half of a mask is a token block");
 #pragma unroll 1
     for (uint32_t to = lane; to < g.map.num_domains; to += kWarp) {
       const Mask stream = tile.stream[to];

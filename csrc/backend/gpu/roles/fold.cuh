@@ -14,6 +14,7 @@ struct FoldRole {
   static constexpr uint32_t kWarps = SumCrews<kBulk>::kFolds;
   // The crew that merges may fold, too, as warps kWarps and on.
   static constexpr uint32_t kMost = kForm == CombineForm::kFoldsFirst ? SumCrews<kBulk>::kAll : kWarps;
+  static_assert(kTold <= kBoxes<kNet>, "a warp would wait for boxes that it has filled itself");
   struct Shared {
     FoldRange folds;  // of the window that is folded
     Boxes<kNet, kMost> boxes;
