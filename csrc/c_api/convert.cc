@@ -18,6 +18,18 @@ Dtype dtype_of(uccl_ep_dtype given, bool may_be_quantised, const char* name) {
   return dtype;
 }
 
+int number_of(uint32_t value, const char* name) {
+  if (value > kMostRanks)
+    throw UsageFailure(UsageKind::kConfig, std::string(name) + " = " + std::to_string(value) + ": allowed are up to " +
+                                               std::to_string(kMostRanks));
+  return static_cast<int>(value);
+}
+
+int num_ranks_of(const uccl_ep_group_config& given) {
+  if (given.num_ranks == 0) throw UsageFailure(UsageKind::kConfig, "num_ranks = 0: allowed are 1 or more");
+  return number_of(given.num_ranks, "num_ranks");
+}
+
 // Kernels read 16 bytes at a time.
 void check_rows(const void* rows, uint64_t num_rows, const uccl_ep_group& group, const char* name) {
   if (rows == nullptr && num_rows > 0)
@@ -37,8 +49,8 @@ std::shared_ptr<SavedPlan> completed(const uccl_ep_plan& plan) {
 
 AllGather all_gather_of(const uccl_ep_group_config& config) {
   if (config.all_gather == nullptr) refuse("all_gather is NULL");
-  return [config](const std::string& mine, const std::string& step) {
-    const size_t ranks = config.num_ranks;
+  const auto ranks = static_cast<size_t>(num_ranks_of(config));  // what is gathered has room for so many
+  return [config, ranks](const std::string& mine, const std::string& step) {
     const auto gather = [&](const void* own, size_t num_bytes, void* all) {
       if (const int code = config.all_gather(config.all_gather_context, own, num_bytes, all, step.c_str()); code != 0)
         throw std::runtime_error(step + ": the program's all-gather returned " + std::to_string(code));
@@ -59,15 +71,8 @@ AllGather all_gather_of(const uccl_ep_group_config& config) {
 
 EngineConfig config_of(const uccl_ep_group_config& given) {
   EngineConfig config;
-  const auto number = [](uint32_t value, const char* name) {
-    if (value > kMostRanks)
-      throw UsageFailure(UsageKind::kConfig, std::string(name) + " = " + std::to_string(value) +
-                                                 ": allowed are up to " + std::to_string(kMostRanks));
-    return static_cast<int>(value);
-  };
-  config.rank = number(given.rank, "rank");
-  config.num_ranks = number(given.num_ranks, "num_ranks");
-  if (config.num_ranks == 0) throw UsageFailure(UsageKind::kConfig, "num_ranks = 0: allowed are 1 or more");
+  config.rank = number_of(given.rank, "rank");
+  config.num_ranks = num_ranks_of(given);
   if (given.domain_of != nullptr) config.domain_of.assign(given.domain_of, given.domain_of + given.num_ranks);
   config.num_experts = given.num_experts;
   config.hidden = given.hidden;

@@ -1,4 +1,5 @@
 // The C interface: its calls, and errors as numbers. Nothing is thrown across it.
+#include <exception>
 #include <memory>
 #include <new>
 #include <string>
@@ -87,11 +88,19 @@ const char* uccl_ep_error_text(void) { return error_text.c_str(); }
 
 uccl_ep_status uccl_ep_group_create(const uccl_ep_group_config* config, uccl_ep_group** group) {
   return guarded([&] {
-    there(group, "group") = nullptr;
+    if (group != nullptr) *group = nullptr;
     const uccl_ep_group_config given = taken(config, "config");
+    const AllGather all_gather = all_gather_of(given);
+    EngineConfig wanted;
+    try {
+      there(group, "group");
+      wanted = config_of(given);
+    } catch (const std::exception&) {
+      refuse_creation(static_cast<int>(given.rank), all_gather, std::current_exception());
+    }
     auto made = std::make_unique<uccl_ep_group>();
     made->on_gpu = given.on_gpu != 0;
-    SetUp set = set_up(config_of(given), made->on_gpu, all_gather_of(given), [&](const EngineConfig& complete) {
+    SetUp set = set_up(wanted, made->on_gpu, all_gather, [&](const EngineConfig& complete) {
       return make_engine(complete, made->on_gpu, given.device, given.num_sms == 0 ? kDefaultSms : given.num_sms);
     });
     made->engine = std::move(set.engine);

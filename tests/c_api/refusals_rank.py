@@ -2,7 +2,7 @@
 
 Each pointer of each function is NULL once, while the others are right. A call that one of two ranks refuses
 is an error of both, also where the refused pointer is that of the result. Settings of a group that are not
-allowed are named, with their value.
+allowed are named, with their value. A rank that refuses a creation tells those that wait for it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.c_api.ctypes_rank import (
     run_ranks,
 )
 
-OK, CONFIG_ERROR, INPUT_ERROR, RANK_MISMATCH = 0, 16, 18, 37
+OK, CONFIG_ERROR, INPUT_ERROR, DTYPE_ERROR, RANK_MISMATCH, PEER_FAILED = 0, 16, 18, 19, 37, 39
 HIDDEN, TOKENS = 128, 4
 X = (ctypes.c_float * (TOKENS * HIDDEN))()
 IDX = (ctypes.c_int64 * TOKENS)(*(t % 2 for t in range(TOKENS)))
@@ -190,12 +190,41 @@ def one_of_two_refuses(library: str, rank: int, peer: Connection) -> None:
     core.calls.uccl_ep_group_destroy(group, 1)
 
 
+WRONG = {
+    "rank": (1 << 20, "rank = 1048576: allowed are up to 65536"),
+    "widest": (9, "widest = 9: allowed is 1 to 2"),
+    "group": (None, "group is NULL"),
+}
+"""Settings that make one rank refuse the creation, and what it says."""
+
+
+def one_of_two_creates_nothing(library: str, rank: int, peer: Connection) -> None:
+    """Rank 1 refuses each creation; rank 0, which waits for it in its all-gather, learns why."""
+    core, byref = Core(library), ctypes.byref
+    for name, (value, text) in WRONG.items():
+        group = ctypes.c_void_p()
+        config = GroupConfig(rank=rank, num_ranks=2, num_experts=2, hidden=HIDDEN, budget_bytes=64 << 20)
+        config.all_gather = all_gather_over(peer, rank)
+        place = byref(group)
+        if rank == 1 and name == "group":
+            place = None
+        elif rank == 1:
+            setattr(config, name, value)
+        status, said = core.calls.uccl_ep_group_create(byref(config), place), core.text()
+        if rank == 1:
+            assert status in (CONFIG_ERROR, INPUT_ERROR, DTYPE_ERROR) and text in said, (name, status, said)
+        else:
+            assert status == PEER_FAILED and "rank 1 failed with" in said, (name, status, said)
+            assert text in said, (name, said)
+
+
 def main() -> None:
     library, header = sys.argv[1], Path(sys.argv[2]).read_text()
     core = Core(library)
     settings_are_named(core)
     count = each_pointer_is_null_once(core, header)
     run_ranks(one_of_two_refuses)
+    run_ranks(one_of_two_creates_nothing)
     print(f"{count} pointers were NULL, all is refused")
 
 

@@ -19,6 +19,7 @@ namespace uccl_ep {
 namespace {
 
 constexpr char kGood = '+', kFailed = '-';
+constexpr const char* kFirstStep = "configuration";
 
 using Settings = std::map<std::string, std::string>;
 
@@ -246,6 +247,11 @@ std::vector<std::string> exchange(int rank, const AllGather& all_gather, const s
   return said;
 }
 
+void refuse_creation(int rank, const AllGather& all_gather, const std::exception_ptr& why) {
+  exchange(rank, all_gather, kFirstStep, [&]() -> std::string { std::rethrow_exception(why); });
+  std::rethrow_exception(why);  // not reached: the step throws it
+}
+
 SetUp set_up(const EngineConfig& wanted, bool on_gpu, const AllGather& all_gather,
              const std::function<std::unique_ptr<Engine>(const EngineConfig&)>& make) {
   const int rank = wanted.rank;
@@ -253,7 +259,7 @@ SetUp set_up(const EngineConfig& wanted, bool on_gpu, const AllGather& all_gathe
   std::vector<Place> places;
   std::vector<Offers> offers;
   std::optional<DomainProbe> probe;
-  const auto all = exchange(rank, all_gather, "configuration", [&] { return encode(introduction_of(wanted, probe)); });
+  const auto all = exchange(rank, all_gather, kFirstStep, [&] { return encode(introduction_of(wanted, probe)); });
   if (all.size() != static_cast<size_t>(wanted.num_ranks))
     throw UsageFailure(UsageKind::kConfig, "the all-gather gave the bytes of " + std::to_string(all.size()) +
                                                " ranks: allowed are num_ranks = " + std::to_string(wanted.num_ranks));
@@ -261,7 +267,7 @@ SetUp set_up(const EngineConfig& wanted, bool on_gpu, const AllGather& all_gathe
     try {
       said.push_back(decode(all[static_cast<size_t>(peer)]));
     } catch (const UsageFailure&) {
-      malformed(rank, "configuration", peer, all[static_cast<size_t>(peer)]);
+      malformed(rank, kFirstStep, peer, all[static_cast<size_t>(peer)]);
     }
     places.push_back(said.back().place);
     offers.push_back(said.back().offers);

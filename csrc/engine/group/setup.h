@@ -1,6 +1,7 @@
 // Makes the engine of a rank in a program without Python. The ranks meet over nothing but an all-gather of bytes.
 #pragma once
 
+#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
@@ -20,6 +21,9 @@ using AllGather = std::function<std::vector<std::string>(const std::string& mine
 // what it failed with, the others CommunicationFailure(kPeerFailed), which names it and its error.
 std::vector<std::string> exchange(int rank, const AllGather& all_gather, const std::string& step,
                                   const std::function<std::string()>& produce);
+
+// This rank cannot take part in a creation, for the reason that it throws. The others learn of it in their first step.
+[[noreturn]] void refuse_creation(int rank, const AllGather& all_gather, const std::exception_ptr& why);
 
 struct SetUp {
   std::unique_ptr<Engine> engine;  // started
