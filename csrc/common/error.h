@@ -7,6 +7,7 @@
 #include <exception>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 namespace uccl_ep {
 
@@ -38,12 +39,18 @@ void make_printable(char (&text)[kBytes]) {
   for (char* c = text; *c != 0; ++c)
     if (*c < ' ' || *c > '~') *c = '?';
 }
-// Copies as much of `text` as fits.
+// Copies as much of `begin` and `text` as fits. Needs no memory.
 template <size_t kBytes>
-void copy_text(char (&to)[kBytes], const std::string& text) {
-  std::snprintf(to, kBytes, "%s", text.c_str());
-  if (text.size() >= kBytes) std::memcpy(to + kBytes - 4, "...", 4);
+void copy_text(char (&to)[kBytes], std::string_view begin, std::string_view text) {
+  size_t size = begin.copy(to, kBytes - 1);
+  size += text.copy(to + size, kBytes - 1 - size);
+  to[size] = 0;
+  if (begin.size() + text.size() >= kBytes) std::memcpy(to + kBytes - 4, "...", 4);
   make_printable(to);
+}
+template <size_t kBytes>
+void copy_text(char (&to)[kBytes], std::string_view text) {
+  copy_text(to, text, {});
 }
 
 // Trivially copyable: it is copied into the control block of domain peers and written to the other ranks by the
@@ -59,9 +66,24 @@ struct ErrorRecord {
   uint64_t seen = 0;
   char message[464] = {};  // two calls, and why one of them was refused
 
-  void set_message(const std::string& text) { copy_text(message, text); }
+  void set_message(std::string_view text) { copy_text(message, text); }
+  // "rank 3", `says`, `text`. Needs no memory, which may be what is missing.
+  void set_message_of(int of, const char* says, std::string_view text) {
+    char begin[64];
+    std::snprintf(begin, sizeof(begin), "rank %d%s", of, says);
+    copy_text(message, begin, text);
+  }
 };
 static_assert(sizeof(ErrorRecord) == 512, "its size is part of the layout");
+
+// Of a rank that cannot go on because of an exception, `what`. Needs no memory.
+inline ErrorRecord failure_of(int rank, const char* what) {
+  ErrorRecord record;
+  record.kind = ErrorKind::kPeerFailed;
+  record.rank = record.peer = rank;
+  record.set_message_of(rank, " failed: ", what);
+  return record;
+}
 
 // An operation failed on this or another rank: the buffer can no longer be used.
 class CommunicationFailure : public std::runtime_error {

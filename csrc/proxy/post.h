@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 
 #include "common/error.h"
 #include "common/patience.h"
@@ -32,13 +33,14 @@ constexpr Cookie decode_cookie(uint64_t cookie) {
           static_cast<uint32_t>(CookieSlot::get(cookie))};
 }
 
-inline ErrorRecord make_error(ErrorKind kind, int rank, int peer, const std::string& message) {
+// Needs no memory besides that of `message`.
+inline ErrorRecord make_error(ErrorKind kind, int rank, int peer, std::string_view message) {
   ErrorRecord record;
   record.kind = kind;
   record.step = Step::kShip;
   record.rank = rank;
   record.peer = peer;
-  record.set_message("rank " + std::to_string(rank) + ": " + message);
+  record.set_message_of(rank, ": ", message);
   return record;
 }
 

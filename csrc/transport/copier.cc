@@ -91,7 +91,7 @@ void Copier::attempt(Call call) {
   if (failed_.own() != 0) return;
   try {
     call();
-  } catch (const CommunicationFailure&) {
+  } catch (...) {  // also out of memory
     error_ = std::current_exception();
     failed_.publish(1);
   }

@@ -24,7 +24,7 @@ ON_CPU = (
 PROGRAMS = (
     "queue", "words", "layout", "messages", "loop", "ready", "mail", "copier", "nics", "stream", "fault",
     "life", "device", "board", "agreement", "slot_engine", "slot_engine_stepped", "engine", "engine_stepped",
-    "engine_setup", "gpu", "gpu_windows", "packets", "guess", *ON_CPU, *OF_TRANSPORTS,
+    "engine_setup", "engine_memory", "gpu", "gpu_windows", "packets", "guess", *ON_CPU, *OF_TRANSPORTS,
 )  # fmt: skip
 # Where threads meet without a lock: these run under TSan every time, the others with -m slow.
 LOCK_FREE = ("queue", "stream", "copier", "ready")

@@ -270,13 +270,17 @@ void GpuEngine::watch() {
   bool told = false, stopped = false;
   uint64_t asked_usec = now_usec();
   while (leaving_.read() == 0) {
-    if (!told) told = tell_fault();
-    if (!stopped && now_usec() - asked_usec > kContextUsec) {
-      asked_usec = now_usec();
-      // A fault of any kernel ends the context. Then no kernel of this engine runs any more that could report its
-      // deadline.
-      if (const std::string why = gpu::failure_of(control_stream_); !why.empty())
-        fail("lost its GPU's context, which an earlier kernel or call has broken: " + why);
+    try {
+      if (!told) told = tell_fault();
+      if (!stopped && now_usec() - asked_usec > kContextUsec) {
+        asked_usec = now_usec();
+        // A fault of any kernel ends the context. Then no kernel of this engine runs any more that could report its
+        // deadline.
+        if (const std::string why = gpu::failure_of(control_stream_); !why.empty())
+          fail("lost its GPU's context, which an earlier kernel or call has broken: " + why);
+      }
+    } catch (const std::exception& failure) {  // out of memory, for example
+      plane_.spread(failure_of(config_.rank, failure.what()));
     }
     if (!stopped && plane_.failed()) {
       stopped = true;

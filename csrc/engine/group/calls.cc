@@ -18,16 +18,19 @@ void ControlPlane::check_usable() const {
 ControlPlane::Number ControlPlane::number_call() {
   std::lock_guard lock(mutex_);
   if (closed_) throw UsageFailure(UsageKind::kClosed, "the buffer is closed");
+  Number number{num_queued_ + 1, num_refused_, num_refused_ > 0 ? control().refusals[num_refused_ % 2] : ""};
   refused_last_ = false;
-  return {++num_queued_, num_refused_, num_refused_ > 0 ? control().refusals[num_refused_ % 2] : ""};
+  ++num_queued_;  // now that nothing can throw any more
+  return number;
 }
 
 ControlPlane::Number ControlPlane::note_low_latency() {
   const std::lock_guard lock(mutex_);
   if (closed_) throw UsageFailure(UsageKind::kClosed, "the buffer is closed");
+  Number number{0, num_refused_, num_refused_ > 0 ? control().refusals[num_refused_ % 2] : ""};
   refused_last_ = false;
   ++num_low_latency_;
-  return {0, num_refused_, num_refused_ > 0 ? control().refusals[num_refused_ % 2] : ""};
+  return number;
 }
 
 void ControlPlane::note_queued() {

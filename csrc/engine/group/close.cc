@@ -1,6 +1,7 @@
 // The end: refusing calls, leaving with the others or without, giving everything back.
 #include <algorithm>
 #include <chrono>
+#include <new>
 #include <thread>
 #include <utility>
 
@@ -71,7 +72,11 @@ void ControlPlane::leave() {
 // No thread of ours runs any more. Peers that still write do so into their own maps of the pages, or find their
 // connection gone: whatever takes these addresses next is out of their reach.
 void ControlPlane::give_back() {
-  Stats last = stats();
+  Stats last;
+  try {
+    last = stats();
+  } catch (const std::bad_alloc&) {  // without them
+  }
   const std::lock_guard lock(mutex_);
   const std::unique_lock held(memory_mutex_);
   if (given_back_) return;

@@ -9,6 +9,7 @@
 #include <optional>
 #include <shared_mutex>
 #include <string>
+#include <string_view>
 #include <variant>
 #include <vector>
 
@@ -154,7 +155,7 @@ class ControlPlane {
   void wake();
 
  private:
-  ErrorRecord own_failure(const std::string& text);
+  ErrorRecord own_failure(std::string_view text);
   int stale_rank() const;
   void settle() const;
   void forget_traces();

@@ -1,5 +1,6 @@
 // Errors of all ranks: telling them, hearing of them, and who is to blame for a deadline.
 #include <algorithm>
+#include <new>
 
 #include "engine/group/control_plane.h"
 
@@ -7,18 +8,20 @@ namespace uccl_ep {
 
 void ControlPlane::fail(const std::string& text) { spread(own_failure(text)); }
 
-ErrorRecord ControlPlane::own_failure(const std::string& text) {
+// Needs no memory, except for why a call was refused.
+ErrorRecord ControlPlane::own_failure(std::string_view text) {
   ErrorRecord record;
   record.kind = ErrorKind::kPeerFailed;
   record.rank = record.peer = config_.rank;
-  std::string message = "rank " + std::to_string(config_.rank) + ": " + text;
-  {
-    const std::lock_guard lock(mutex_);
-    const std::shared_lock held(memory_mutex_);
-    if (refused_last_ && !given_back_)
-      message += std::string("; its last call was refused: ") + control().refusals[num_refused_ % 2];
+  record.set_message_of(config_.rank, ": ", text);
+  const std::lock_guard lock(mutex_);
+  const std::shared_lock held(memory_mutex_);
+  if (!refused_last_ || given_back_) return record;
+  try {
+    record.set_message(record.message + std::string("; its last call was refused: ") +
+                       control().refusals[num_refused_ % 2]);
+  } catch (const std::bad_alloc&) {  // without it
   }
-  record.set_message(message);
   return record;
 }
 

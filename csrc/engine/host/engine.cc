@@ -153,13 +153,19 @@ CallLimits HostEngine::limits() const { return {config_.generation, config_.wide
 
 std::shared_ptr<Operation> HostEngine::submit(std::shared_ptr<HostOperation> operation) {
   const std::lock_guard lock(mutex_);
-  const ControlPlane::Number number = plane_.number_call();
-  Op& op = operation->op_;
-  op.epoch = number.epoch;
-  op.num_refused = number.num_refused;
-  op.refusal = number.refusal;
-  if (op.makes_plan()) op.plan->plan_id = op.epoch;
+  // First what may find no memory: a number that was given out and not used would be missed by the other ranks.
   queue_.push_back(operation);
+  Op& op = operation->op_;
+  try {
+    ControlPlane::Number number = plane_.number_call();
+    op.epoch = number.epoch;
+    op.num_refused = number.num_refused;
+    op.refusal = std::move(number.refusal);
+  } catch (...) {
+    queue_.pop_back();
+    throw;
+  }
+  if (op.makes_plan()) op.plan->plan_id = op.epoch;
   queue_changed_.notify_all();
   return operation;
 }

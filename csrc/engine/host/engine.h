@@ -6,6 +6,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -159,7 +160,7 @@ class HostEngine final : public Engine {
   } counters_;
 
   // Writer: the worker.
-  std::unique_ptr<Running> running_;
+  std::optional<Running> running_;
   PatienceClock patience_;
   ClosedRanks closed_;
   Counter busy_nsec_[kNumSteps];  // by step, in advance() that moved something

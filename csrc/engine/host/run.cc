@@ -54,10 +54,10 @@ bool HostEngine::step() {
 
 // A pass of the worker over the operation that is under way, or the next one.
 Look HostEngine::look() {
-  if (running_ == nullptr) {
+  if (!running_) {
     const std::lock_guard lock(mutex_);
     if (queue_.empty()) return Look::kNothing;
-    running_ = std::make_unique<Running>();
+    running_.emplace();
     running_->operation = queue_.front();
     running_->started_nsec = now_nsec();
     queue_.pop_front();
@@ -82,11 +82,8 @@ Look HostEngine::look() {
     count(op, running.started_nsec);
     finish(op, &record);
   } catch (const std::exception& failure) {  // out of memory, for example
-    ErrorRecord record;
-    record.kind = ErrorKind::kPeerFailed;
-    record.rank = record.peer = config_.rank;
+    ErrorRecord record = failure_of(config_.rank, failure.what());
     record.epoch = op.epoch;
-    record.set_message("rank " + std::to_string(config_.rank) + " failed: " + failure.what());
     plane_.spread(record);
     count(op, running.started_nsec);
     finish(op, &record);
@@ -106,7 +103,7 @@ void HostEngine::end_running() {
 void HostEngine::end_unfinished() {
   {
     const std::lock_guard lock(mutex_);
-    if (running_ == nullptr && !has_work()) return;
+    if (!running_ && !has_work()) return;
   }
   if (!plane_.failed()) plane_.fail("closed its buffer in an operation");
   while (look() != Look::kNothing || look_at_slots() != Look::kNothing) {
@@ -171,7 +168,7 @@ WaitingOn HostEngine::waiting_for(const Steps& steps, const host::PlanStep& plan
 }
 
 void HostEngine::sleep(uint32_t ticket) {
-  const Running* const running = running_.get();
+  const Running* const running = running_ ? &*running_ : nullptr;
   const WaitingOn waiting = running != nullptr ? waiting_for(running->steps, *running->plan)
                                                : WaitingOn{Step::kExchange, slots_->waiting_for()};
   const uint64_t slept = now_nsec();

@@ -26,7 +26,7 @@ Look SlotLanes::look() {
     if (record.rank < 0) record.rank = config_.rank;
     plane_.spread(record);
   } catch (const std::exception& failure) {  // out of memory, for example
-    plane_.fail(std::string("failed: ") + failure.what());
+    plane_.spread(failure_of(config_.rank, failure.what()));
   }
   fail_all();
   return Look::kMoved;

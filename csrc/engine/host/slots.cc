@@ -73,18 +73,21 @@ std::unique_ptr<host::SlotWork> work_of(host::HostContext& context, const host::
 template <typename Args>
 void SlotLanes::queue(const Args& args, const OpSignature& signature, const void* result) {
   auto operation = std::make_shared<Operation>();
-  const ControlPlane::Number number = plane_.note_low_latency();
-  Sequence& its = sequence(signature.kind);
-  its.num_queued.add(1);
-  operation->call = {its.num_queued.value(), number.num_refused, number.refusal, signature};
-  operation->work = work_of(context_, operation->call, args);
+  operation->came.assign(masked_.size(), false);
   operation->result = result;
   operation->waited_nsec = args.waited_nsec;
-  operation->came.assign(masked_.size(), false);
-  {
+  const ControlPlane::Number number = plane_.note_low_latency();
+  try {
+    Sequence& its = sequence(signature.kind);
+    its.num_queued.add(1);
+    operation->call = {its.num_queued.value(), number.num_refused, number.refusal, signature};
+    operation->work = work_of(context_, operation->call, args);
     const std::lock_guard lock(mutex_);
-    its.open.push_back(operation);
     its.unwanted.push_back(operation);
+    its.open.push_back(operation);
+  } catch (const std::exception& failure) {  // out of memory, and the number is given out: the others wait for it
+    plane_.spread(failure_of(config_.rank, failure.what()));
+    throw;
   }
   if (args.phase == SlotPhase::kBoth)
     want(sequence(signature.kind), result);
