@@ -205,7 +205,7 @@ def one_of_two_creates_nothing(library: str, rank: int, peer: Connection) -> Non
         group = ctypes.c_void_p()
         config = GroupConfig(rank=rank, num_ranks=2, num_experts=2, hidden=HIDDEN, budget_bytes=64 << 20)
         config.all_gather = all_gather_over(peer, rank)
-        place = byref(group)
+        place: Any = byref(group)
         if rank == 1 and name == "group":
             place = None
         elif rank == 1:
