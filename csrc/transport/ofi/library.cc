@@ -71,7 +71,7 @@ struct Library {
   template <typename Function>
   void load(void* handle, const char* name, Function*& function) {
     function = reinterpret_cast<Function*>(dlsym(handle, name));
-    if (function == nullptr) problem = std::string("libfabric.so.1 has no ") + name + ": " + kPackage;
+    if (function == nullptr) problem.assign("libfabric.so.1 has no ").append(name).append(": ").append(kPackage);
   }
 
   std::string problem;
