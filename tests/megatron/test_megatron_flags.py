@@ -15,7 +15,7 @@ from tests.megatron.harness import megatron_is_installed
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.megatron import flags, plugin
 from uccl_ep_train.megatron.compat import UnsupportedMegatronError
-from uccl_ep_train.settings.config import ALL_SETTINGS, EpConfig
+from uccl_ep_train.settings.config import ALL_SETTINGS, EpConfig, Network
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -204,6 +204,20 @@ def test_a_parser_without_the_dispatcher_option_is_refused() -> None:
 def test_options_of_the_model_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="source_order is decided by the model"):
         plugin.enable(source_order=(0, 1))
+
+
+def test_equal_settings_of_another_type_are_no_other_settings() -> None:
+    """A list, a tuple and an iterator of the same domains; other domains are refused."""
+    if not megatron_is_installed():
+        pytest.skip("no module megatron.core: megatron-core is not installed")
+    plugin.enable(domains=iter([0, 1]), nics=["a", "b"])
+    try:
+        assert plugin.enable(domains=[0, 1], nics=("a", "b")) == plugin.CARRIER
+        assert plugin.enable(network=Network(domains=(0, 1), nics=("a", "b"))) == plugin.CARRIER
+        with pytest.raises(ConfigError, match="already enabled"):
+            plugin.enable(domains=(0, 0), nics=["a", "b"])
+    finally:
+        plugin.disable()
 
 
 SCRIPT = """

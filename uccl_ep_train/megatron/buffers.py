@@ -14,7 +14,7 @@ from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.group.lifecycle import also_over_if, group_is_over
 from uccl_ep_train.settings import variables
 from uccl_ep_train.settings.checks import HIDDEN_UNIT, Value
-from uccl_ep_train.settings.config import EpConfig, Gpu, by_public_name
+from uccl_ep_train.settings.config import EpConfig, Gpu, normalised
 from uccl_ep_train.settings.fields import Section
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class BufferPool:
 
     def __init__(self, options: Mapping[str, Value | Section]) -> None:
         """`options`: arguments of `EpConfig`, except those that the model decides."""
-        self.options = by_public_name(options)
+        self.options = normalised(options)
         self._buffers: dict[tuple[ProcessGroup, EpConfig], Buffer] = {}
         self._users: weakref.WeakKeyDictionary[Buffer, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 

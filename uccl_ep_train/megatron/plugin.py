@@ -28,7 +28,7 @@ from uccl_ep_train.megatron.buffers import BufferPool
 from uccl_ep_train.megatron.compat import DispatcherMissingError, check_megatron
 from uccl_ep_train.megatron.recompute import record_checkpoints
 from uccl_ep_train.settings.checks import Value
-from uccl_ep_train.settings.config import EpConfig, by_public_name
+from uccl_ep_train.settings.config import EpConfig, normalised
 from uccl_ep_train.settings.fields import Section
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ def enable(*, reuse_plans_in_recompute: bool = True, **options: Value | Section)
         raise ConfigError(f"{refused[0]} is decided by the model; it cannot be an option")
     if not isinstance(reuse_plans_in_recompute, bool):
         raise ConfigError(f"{REUSE_OPTION} = {reuse_plans_in_recompute!r}; allowed is True | False")
-    asked = by_public_name(options) | {REUSE_OPTION: reuse_plans_in_recompute}
+    own = normalised(options)
+    asked = own | {REUSE_OPTION: reuse_plans_in_recompute}
     if _enabled is not None and _enabled.options != asked:
         retire()
         if _enabled is not None:
@@ -90,10 +91,10 @@ def enable(*, reuse_plans_in_recompute: bool = True, **options: Value | Section)
     if _enabled is not None:
         return dict(CARRIER)
     EpConfig.from_env(
-        num_experts=1, hidden=128, **options
+        num_experts=1, hidden=128, **own
     )  # a bad option is an error here, not at the first layer
     check_megatron()
-    _enabled = _Enabled(BufferPool(options), reuse_plans_in_recompute)
+    _enabled = _Enabled(BufferPool(own), reuse_plans_in_recompute)
     _accept_our_name(_enabled)
     _swap_dispatcher(_enabled)
     _check_each_layer(_enabled)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, cast
 
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.settings import variables
@@ -231,3 +231,14 @@ def by_public_name(given: Mapping[str, Value | Section]) -> dict[str, Value]:
                 )
             found[entry.name] = value
     return found
+
+
+def normalised(given: Mapping[str, Value | Section]) -> dict[str, Value]:
+    """As `by_public_name`, and each value as its field would hold it: equal settings compare equal.
+
+    Raises `ConfigError` for a bad value, too. An unknown name stays as it is.
+    """
+    return {
+        name: cast(Value, ALL_SETTINGS[name].checked(value)) if name in ALL_SETTINGS else value
+        for name, value in by_public_name(given).items()
+    }
