@@ -17,8 +17,9 @@ or tried on this host's GPUs: four of its layers, ten steps, synthetic data:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-import os
+import shlex
 import shutil
 import sys
 import warnings
@@ -33,13 +34,14 @@ from recipes.models.recipe import ABLATIONS, DEVICES, DISPATCHERS, Recipe, Recip
 from recipes.plan import devices, jobs
 from recipes.plan.devices import DeviceError
 from recipes.plan.hardware import NODES
-from recipes.training import pretrain
-from recipes.training.checkpoint import CheckpointError, Checkpoints
+from recipes.training import asked, pretrain
+from recipes.training.checkpoint import CheckpointError
 from uccl_ep_train.common.command_line import output_file, run, whole
 from uccl_ep_train.errors import ConfigError, InputError
 from uccl_ep_train.settings import env
 
 MOST_SEED = (1 << 31) - 1
+_RUN_ID = "recipes.launch"  # torchrun's default is another
 STOPPED = 130  # exit status after Ctrl-C, as in shells
 # Options that only recipes/training/loop.py knows.
 _OWN_LOOP = (
@@ -192,7 +194,7 @@ def run_ranks(num_ranks: int, argv: list[str], program: tuple[str, ...] = ("-m",
 
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-        max_restarts=0, run_id="recipe", monitor_interval=0.2,
+        max_restarts=0, run_id=_RUN_ID, monitor_interval=0.2,
     )  # fmt: skip
     try:
         elastic_launch(config, sys.executable)(*program, *argv)
@@ -260,10 +262,11 @@ def chosen_job(args: argparse.Namespace) -> jobs.Job:
     job = jobs.of_pretraining(
         recipe, hardware, args.token_dispatcher, num_ranks, ep=args.ep, domain_size=args.domain_size
     )
+    asked.check_dispatcher_options(args, [job.dispatcher])
     if args.trial is not None:
         job = job.with_arguments(jobs.trial_arguments(job))
-    asked = {"train_iters": args.steps, "seed": args.seed}
-    return job.with_arguments({name: value for name, value in asked.items() if value is not None})
+    own = {"train_iters": args.steps, "seed": args.seed}
+    return job.with_arguments({name: value for name, value in own.items() if value is not None})
 
 
 def _trial_ranks(asked: int | None) -> int:
@@ -286,19 +289,34 @@ def _start_trial(job: jobs.Job, args: argparse.Namespace, argv: list[str]) -> in
     return run_ranks(job.layout.num_ranks, argv)
 
 
+def _describe(job: jobs.Job, args: argparse.Namespace) -> None:
+    """A dry run. Raises what it refuses, and what the run would refuse."""
+    if args.recipe in RECIPES:
+        recipe = chosen_recipe(args, args.token_dispatcher)
+        asked.check_run(args, recipe)
+        with contextlib.suppress(DeviceError):  # a dry run needs no GPU
+            recipe, _ = devices.place(recipe, keep_domains=args.domain_size is not None)
+        asked.check_folders(args, recipe, _runs(args, recipe))
+    elif args.megatron_lm is not None:
+        pretrain.script_of(job, args.megatron_lm)
+    from recipes.plan import dry_run  # its imports need Megatron
+
+    dry_run.run(job, args.picture)
+    if args.extra:
+        print(f"not counted above, since it follows `--`: {shlex.join(args.extra)}")
+
+
 def _describe_or_start(args: argparse.Namespace, argv: list[str]) -> int:
     """Does a dry run, or starts a full-size recipe, which on a rank of torchrun does not return."""
     try:
         job = chosen_job(args)
         if args.dry_run:
-            from recipes.plan import dry_run  # its imports need Megatron
-
-            dry_run.run(job, args.picture)
+            _describe(job, args)
         elif args.trial is not None and not dist.is_torchelastic_launched():
             return _start_trial(job, args, argv)
         else:
             pretrain.start(pretrain.command(job, args.megatron_lm, args.data_path, args.extra))
-    except (RecipeError, ConfigError, InputError) as error:
+    except (RecipeError, CheckpointError, ConfigError, InputError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0
@@ -311,68 +329,42 @@ def _placed(args: argparse.Namespace) -> tuple[Recipe, str]:
     )
     for dispatcher in {recipe.token_dispatcher, args.compare or recipe.token_dispatcher}:
         jobs.check_package(dispatcher)
-        if dispatcher.startswith("flex") and recipe.device == "cpu":
-            raise RecipeError(f"token_dispatcher = {dispatcher}: it needs GPUs; {why_cpu or 'device = cpu'}")
-    if args.stop_at is not None and not 1 <= args.stop_at <= recipe.num_steps:
-        raise RecipeError(f"stop_at = {args.stop_at}: allowed is 1 .. {recipe.num_steps}, the run's steps")
-    if args.stop_at is not None and recipe.distributed_optimizer:
-        raise RecipeError(f"stop_at = {args.stop_at}: a run with distributed_optimizer writes no checkpoints")
+    if _started_by_torchrun() or not dist.is_torchelastic_launched():
+        asked.check_run(args, recipe, why_cpu)
     return recipe, why_cpu
 
 
-def _check_start(other: Checkpoints, run_dir: Path) -> None:
-    if other.folder.resolve() == (run_dir / "checkpoints").resolve():
-        raise CheckpointError(f"--start-from {run_dir}: allowed is another run's folder than --run-dir")
-    if not other.steps():
-        raise CheckpointError(f"--start-from: no checkpoint in {other.folder}")
-    other.check()
-    other.check_files()
-
-
-def _check_folders(args: argparse.Namespace, recipe: Recipe, runs: dict[Path, str]) -> None:
-    """Here once, rather than on every rank. Raises CheckpointError."""
-    for folder, dispatcher in runs.items():
-        own = dataclasses.replace(recipe, token_dispatcher=dispatcher)
-        checkpoints = Checkpoints(folder / "checkpoints", own)
-        # One to compare with may not have begun.
-        if args.resume and folder == next(iter(runs)) and not checkpoints.steps():
-            raise CheckpointError(f"--resume: no checkpoint in {folder}")
-        if not args.restart:
-            checkpoints.check()
-            checkpoints.check_files()
-        if args.start_from is not None:
-            other = Checkpoints(args.start_from / "checkpoints", own, of_another=True)
-            _check_start(other, folder)
-    for folder in runs:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"--run-dir {folder}: it cannot be made ({error.strerror})") from None
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise CheckpointError(f"--run-dir {folder}: it cannot be written")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    argv = list(sys.argv[1:] if arguments is None else arguments)
-    args = parse_args(argv)
-    if args.dry_run or args.recipe in PRETRAININGS:
-        return _describe_or_start(args, argv)
-    try:
-        recipe, why_cpu = _placed(args)
-    except (RecipeError, DeviceError) as error:
-        print(error, file=sys.stderr)
-        return 2
+def _runs(args: argparse.Namespace, recipe: Recipe) -> dict[Path, str]:
+    """The folder of each run that the command line asks for, and its dispatcher."""
     run_dir = args.run_dir or default_run_dir(recipe)
-    if dist.is_torchelastic_launched():
-        return train_rank(args, recipe, why_cpu, run_dir)
     runs = {run_dir: recipe.token_dispatcher}
     if args.compare:
         runs[run_dir / f"compare_{args.compare}"] = args.compare
+    return runs
+
+
+def _started_by_torchrun() -> bool:
+    """Whether this is a rank that `run_ranks` has not started: nobody has checked its options yet."""
+    return dist.is_torchelastic_launched() and env.read("TORCHELASTIC_RUN_ID") != _RUN_ID
+
+
+def _train(args: argparse.Namespace, argv: list[str]) -> int:
+    """Trains a recipe of our own loop: as a rank, or by starting ranks."""
     try:
-        _check_folders(args, recipe, runs)
-    except CheckpointError as error:
+        recipe, why_cpu = _placed(args)
+        runs = _runs(args, recipe)
+        if _started_by_torchrun() and args.compare:
+            raise RecipeError("--compare: under torchrun it is not allowed; it starts ranks twice by itself")
+        if _started_by_torchrun() or not dist.is_torchelastic_launched():
+            asked.check_folders(args, recipe, runs)
+        if not dist.is_torchelastic_launched():
+            asked.make_folders(runs)
+    except (RecipeError, DeviceError, CheckpointError) as error:
         print(error, file=sys.stderr)
         return 2
+    run_dir = next(iter(runs))
+    if dist.is_torchelastic_launched():
+        return train_rank(args, recipe, why_cpu, run_dir)
     if why_cpu:
         print(why_cpu, flush=True)
     for folder, dispatcher in runs.items():
@@ -387,6 +379,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plot_losses([folder / "metrics.jsonl" for folder in runs], curve)
     print(f"loss curve: {curve}")
     return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    args = parse_args(argv)
+    return (_describe_or_start if args.dry_run or args.recipe in PRETRAININGS else _train)(args, argv)
 
 
 if __name__ == "__main__":

@@ -219,6 +219,11 @@ def _size(num_bytes: float) -> str:
 def run(job: Job, picture: Path | None = None) -> Any:
     """Prints the report, and draws how long ports are busy. Raises what `inspect` and `Found.check` raise."""
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")  # advice about packages for GPUs
+    if picture is not None and (job.node is None or job.dispatcher != "uccl_ep"):
+        raise RecipeError(
+            f"--picture {picture}: {job.name} by {job.dispatcher} has no planned times; "
+            "allowed is uccl_ep on a node type"
+        )
     parameters.prepare()
     found = inspect(job)
     print(report(found))

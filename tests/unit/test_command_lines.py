@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from recipes import launch, quality
+from recipes.plan import jobs
 from uccl_ep_train.api import trace
 from uccl_ep_train.common.command_line import READER_LEFT
 from uccl_ep_train.deep_ep import __main__ as deep_ep
@@ -161,6 +162,73 @@ def test_the_launcher_refuses_before_ranks_start(
     for name, path in known.items():
         words = [word.replace(name, str(path)) for word in words]
     refused(launch.main, words, text, capsys)
+
+
+BIG = "--recipe=qwen3_30b_a3b"
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--stop-at=0"], "stop_at = 0: allowed is 1 .. "),
+        (["--start-from=/nope"], "--start-from: no checkpoint in /nope/checkpoints"),
+        (["--resume", "--run-dir=/nope"], "--resume: no checkpoint in /nope"),
+        (["--run-dir=/dev/null/x"], "--run-dir /dev/null/x: it cannot be made"),
+        ([BIG, "--megatron-lm=/nope"], "--megatron-lm /nope: no pretrain_gpt.py there"),
+        (
+            ["--token-dispatcher=alltoall", "--dispatch-dtype=fp8"],
+            "--dispatch-dtype fp8 with token_dispatcher",
+        ),
+        (["--token-dispatcher=alltoall", "--grad-dtype=fp8"], "--grad-dtype fp8 with token_dispatcher"),
+        (
+            [BIG, "--token-dispatcher=flex-deepep", "--dispatch-dtype=bf16"],
+            "= flex-deepep: it is for uccl_ep",
+        ),
+        ([BIG, "--hardware=mi300x", "--dispatch-dtype=bf16"], "= alltoall: it is for uccl_ep"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_refuses(
+    dry: list[str],
+    words: list[str],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(launch, "run_ranks", lambda *_: pytest.fail("ranks started"))
+    monkeypatch.setattr(jobs, "check_package", lambda _: None)
+    refused(launch.main, [*words, *dry], text, capsys)
+
+
+def test_options_of_uccl_ep_are_for_either_run_of_a_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "run_ranks", lambda *_: 7)
+    words = [f"--run-dir={tmp_path}", "--device=cpu", "--dispatch-dtype=bf16"]
+    for ours in (["--compare=alltoall"], ["--token-dispatcher=alltoall", "--compare=uccl_ep"]):
+        assert launch.main([*words, *ours]) == 7, capsys.readouterr().err
+    other = ["--token-dispatcher=alltoall", "--domain-size=2"]
+    refused(launch.main, [*words[:2], *other], "--domain-size 2 with token_dispatcher = alltoall", capsys)
+
+
+def test_a_rank_that_torchrun_started_checks_what_the_launcher_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "train_rank", lambda *_: 7)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    folder = f"--run-dir={tmp_path}"
+    refused(launch.main, [folder, "--resume"], f"--resume: no checkpoint in {tmp_path}", capsys)
+    refused(launch.main, [folder, "--compare=alltoall"], "--compare: under torchrun", capsys)
+    assert launch.main([folder]) == 7, "control"
+
+
+def test_a_picture_of_what_has_no_planned_times_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--dry-run", f"--picture={tmp_path / 'x.png'}"]
+    refused(launch.main, words, "tiny_host by uccl_ep has no planned times", capsys)
+    refused(launch.main, [BIG, "--token-dispatcher=alltoall", *words], "by alltoall has no planned", capsys)
 
 
 def test_checkpoints_survive_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
