@@ -13,7 +13,7 @@ from uccl_ep_train import EpConfig
 from uccl_ep_train.core.native import probe_transports
 from uccl_ep_train.errors import ConfigError, RankMismatchError
 from uccl_ep_train.group import transport
-from uccl_ep_train.group.transport import Choice, Place, choose, probe
+from uccl_ep_train.group.transport import Choice, Place, choose, probe, probes
 
 BASE: dict[str, Any] = {"num_experts": 8, "hidden": 256}
 EFA = [True, "EFA rdmap0s6", "efa"]
@@ -55,6 +55,33 @@ def test_ranks_of_one_host_copy_in_its_memory_whatever_nics_it_has() -> None:
     choice = pick(answers(CX7, CXI, num_ranks=4), hosts(4))
     assert choice.name == "loop"
     assert choice.why == "all 4 ranks are on one host, node0: copies in its memory beat the loopback of a NIC"
+
+
+@pytest.mark.parametrize("wanted", ["auto", "loop"])
+def test_nics_that_a_program_names_are_not_ignored(wanted: str) -> None:
+    """One rank's are enough, and all ranks raise. Those of a variable are in the message of the choice."""
+    places = hosts(4)
+    said: list[dict[str, Any]] = [{}, {"nics": [True, "mlx5_0,mlx5_1", "argument"]}, {}, {}]
+    text = refusal(said, places, wanted)
+    assert f"nics = 'mlx5_0,mlx5_1' (rank 1 on node0): transport = {wanted!r} takes loop" in text
+    assert "allowed is transport = 'verbs' or 'ofi'" in text
+    assert pick(said, places, wanted, num_domains=1).name == "loop", "no row leaves the domain"
+    said[1] = {"nics": [False, "mlx5_0", "environment UCCL_EP_NICS"]}
+    why = pick(said, places, wanted).why
+    assert why.endswith("nics = mlx5_0 has no effect (environment UCCL_EP_NICS, rank 1 on node0)")
+    assert "nics" not in pick([{}, {}, {}, {}], places, wanted).why, "control"
+
+
+def test_a_report_says_which_nics_were_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UCCL_EP_NICS", raising=False)
+    settings: dict[str, Any] = {"num_experts": 2, "hidden": 128}
+    assert "nics" not in probe(EpConfig.from_env(**settings), hosts(2))
+    given = EpConfig.from_env(**settings, nics=["a", "b"]).replace(backend="host")
+    assert probe(given, hosts(2))["nics"] == [True, "a,b", "argument"]
+    monkeypatch.setenv("UCCL_EP_NICS", "c")
+    said = probe(EpConfig.from_env(**settings), hosts(2))
+    assert said["nics"] == [False, "c", "environment UCCL_EP_NICS"]
+    assert probes(said) == said, "which another rank reads"
 
 
 def test_one_domain_needs_no_network() -> None:

@@ -22,6 +22,8 @@ from uccl_ep_train.settings.config import EpConfig
 
 NETWORKS = ("verbs", "ofi")
 """Transports that reach other hosts, the better first."""
+_NICS = "nics"
+"""In a report beside the transports: whether a program named NICs, their names, the source of that."""
 
 
 class Place(NamedTuple):
@@ -70,12 +72,16 @@ def check_domains(config: EpConfig, topology: Topology, places: Sequence[Place])
 
 
 def probe(config: EpConfig, places: Sequence[Place]) -> dict[str, Any]:
-    """This rank's answers, JSON-ready, about candidate transports; empty on one host."""
+    """This rank's answers, JSON-ready, about candidate transports (on one host about none), and `_NICS`."""
     one_memory = len({place.memory for place in places}) == 1
     wanted = [name for name in NETWORKS if config.network.transport in (name, "auto")]
     if config.network.transport == "auto" and one_memory:
         wanted = []
-    return {name: [usable, text, link] for name, usable, text, link in probe_transports(config, wanted)}
+    found = {name: [usable, text, link] for name, usable, text, link in probe_transports(config, wanted)}
+    if config.network.nics is not None:
+        source = config.source("nics")
+        found[_NICS] = [source == "argument", ",".join(config.network.nics), source]
+    return found
 
 
 def choose(
@@ -94,8 +100,28 @@ def choose(
 
     Raises `ConfigError` naming ranks and what they lack.
     """
-    name, why, provider = load_native().choose_transport(wanted, places, answers, num_domains, on_gpu)
+    offers = [{name: said for name, said in answer.items() if name != _NICS} for answer in answers]
+    name, why, provider = load_native().choose_transport(wanted, places, offers, num_domains, on_gpu)
+    if name == "loop" and num_domains > 1:
+        why += _idle_nics(wanted, why, places, answers)
     return Choice(name, why, provider or None)
+
+
+def _idle_nics(wanted: str, why: str, places: Sequence[Place], answers: Sequence[dict[str, Any]]) -> str:
+    """For messages: the NICs of variables that have no effect, because loop was chosen; may be empty.
+
+    Variables often are those of a whole cluster. But a program that names NICs wants them used: ConfigError.
+    """
+    told = [(tuple(said[_NICS]), rank) for rank, said in enumerate(answers) if _NICS in said]
+    text = ""
+    for (by_program, nics, source), ranks in _grouped(told).items():
+        if by_program:
+            raise ConfigError(
+                f"nics = {nics!r} ({ranks_on(ranks, places)}): transport = {wanted!r} takes loop, which uses "
+                f"no NIC: {why}; allowed is transport = 'verbs' or 'ofi', which use them, or no nics"
+            )
+        text += f"; nics = {nics} has no effect ({source}, {ranks_on(ranks, places)})"
+    return text
 
 
 def _grouped(pairs: Iterable[tuple[Any, int]]) -> dict[Any, list[int]]:

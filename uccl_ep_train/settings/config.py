@@ -169,12 +169,16 @@ class EpConfig(Section):
         config._set_sources({name: source for name, source in self._sources.items() if name in kept})
         return config
 
+    def source(self, name: str) -> str:
+        """Where a setting's value comes from: "argument", "default", "environment VARIABLE"."""
+        given = {entry.name for entry in self._given()}
+        return self._sources.get(name, "argument" if name in given else "default")
+
     def describe(self) -> str:
         """One line per setting: name, value, unit, source of the value, whether ranks must agree, reason."""
-        given = {entry.name for entry in self._given()}
         rows = []
         for name, entry in ALL_SETTINGS.items():
-            source = self._sources.get(name, "argument" if name in given else "default")
+            source = self.source(name)
             agree = "ranks agree" if entry.spec.agree else "per rank"
             rows.append((name, repr(entry.of(self)), entry.info.unit, source, agree, entry.info.reason))
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
