@@ -101,7 +101,10 @@ run_stage() {
 
 # ------------------------------------------------------------------------------------------------------- what must be there
 
-is_usable_python() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' >/dev/null 2>&1; }
+# It has to answer: /bin/true, as many a program that is no Python, ends well whatever it is asked.
+is_usable_python() {
+  "$1" -c 'import sys; print(sys.version_info[:2] in ((3, 11), (3, 12)))' 2>/dev/null | grep -qx True
+}
 
 find_python() {
   local candidate

@@ -59,6 +59,13 @@ def test_what_is_left_out_ends_with_one_command_that_adds_all_of_it(tmp_path: Pa
     assert not any("model checker" in line for line in then)
 
 
+def test_a_set_up_takes_no_program_for_python_that_only_ends_well(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    done = run([str(tmp_path / "scripts" / "setup_env.sh")], PYTHON="/bin/true")
+    assert done.returncode == 1
+    assert "PYTHON=/bin/true is not a working Python 3.11 or 3.12" in done.stderr
+
+
 @pytest.mark.parametrize("script", ["gpu_checks.sh", "sanitize.sh"])
 def test_a_script_for_gpus_says_at_once_what_is_missing(script: str, tmp_path: Path) -> None:
     done = run([f"scripts/{script}"], PYTHON=str(tmp_path / "none"))
