@@ -41,8 +41,8 @@ void check_rows_of(const DispatchArgs& args, const CallLimits& limits) {
           std::string("rows of codes and scales travel as they are, not as ") + dtype_name(args.wire));
   require(!is_quantised(args.wire) || args.dtype == args.wire || args.dtype == Dtype::kBf16, UsageKind::kDtype,
           std::string("FP8 dispatch of ") + dtype_name(args.dtype) + " rows: only bf16 rows are quantised");
-  require(args.wire != Dtype::kMxfp8 || args.dtype == args.wire, UsageKind::kDtype,
-          "bf16 rows are not quantised to mxfp8: allowed are codes and scales");
+  require(!is_quantised(args.wire) || args.dtype == args.wire || AllScaleRules::has(args.wire), UsageKind::kDtype,
+          std::string("bf16 rows are not quantised to ") + dtype_name(args.wire) + ": allowed are codes and scales");
   require(args.expert_alignment >= 1 && args.expert_alignment <= kMostAlignment, UsageKind::kInput,
           alignment + ": allowed 1 to 2^20");
   require(!args.compact || args.expert_alignment == 1, UsageKind::kInput,
