@@ -73,10 +73,10 @@ constexpr bool have_known_codes() {
       return false;
   return true;
 }
-static_assert(
-    have_known_codes(),
-    "other codes, blocks or scales need functions of their own in backend/host/numerics.cc, "
-    "backend/gpu/numerics.cuh, write_row.cuh and place.cuh, and in oracle/fp8.py: these take e4m3 for granted");
+static_assert(have_known_codes(),
+              "other codes, blocks or scales need functions of their own in backend/host/numerics.cc, "
+              "backend/gpu/numerics.cuh, write_row.cuh, place.cuh and low_latency_dispatch.cu, and in oracle/fp8.py, "
+              "settings/checks.py and core/routing.py: these take e4m3 in such blocks for granted");
 
 // ---- numbers that are not finite ------------------------------------------------------------------------------------
 // A NaN that is rounded or encoded has one bit pattern (contracts 2 and 3).

@@ -146,6 +146,7 @@ struct RowBatch {
 template <typename Put>
 __device__ __forceinline__ void dequantise(const uint8_t* row, const StageArgs& args, uint32_t first, uint32_t end,
                                            uint32_t lane, Put put) {
+  static_assert(kFp8Block == 16 * 8, "the scale of values 16 i is number i / 8");
   const float* const scales = reinterpret_cast<const float*>(row + args.row.code_bytes);
   for (uint32_t i = first + lane; i < end; i += kWarp) {
     const uint4 codes = reinterpret_cast<const uint4*>(row)[i];

@@ -40,6 +40,7 @@ __device__ inline void copy_row(const uint4* from, const Outs& outs, uint32_t ve
 }
 
 // 8 values of a block of 128, which 16 neighbouring lanes hold together.
+static_assert(kFp8Block == 8 * 16);
 struct Codes {
   uint2 codes;
   float scale;
