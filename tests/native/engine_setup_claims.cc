@@ -12,6 +12,7 @@
 #include <mutex>
 
 #include "common/clock.h"
+#include "engine/call.h"
 #include "engine/group/domains.h"
 #include "engine/group/handle.h"
 #include "engine_runs.h"
@@ -256,6 +257,23 @@ CLAIM("ranks that disagree on their domain are named") {
   expect_all({error_of({"110", "111", "011"})}, "rank 1");  // not transitive
   expect_all({error_of({"01", "01"})}, "rank 0 does not reach its own memory");
   EXPECT(domains_of(0, {"1010", "0101", "1010", "0101"}) == (std::vector<int>{0, 1, 0, 1}));
+}
+
+CLAIM("bf16 rows are refused for every format of codes that has no rule for scales") {
+  for (const RowFormat& format : kRowFormats) {
+    if (format.scale_bytes == 0) continue;
+    DispatchArgs args;
+    args.hidden = 256;
+    args.dtype = Dtype::kBf16;
+    args.wire = format.id;
+    args.expert_alignment = 1;
+    args.has_routing = true;
+    const CallLimits limits{.widest_row_bytes = 4096};
+    if (AllScaleRules::has(format.id))
+      check_call(args, limits);
+    else
+      EXPECT_THROWS(UsageFailure, check_call(args, limits));
+  }
 }
 
 }  // namespace
