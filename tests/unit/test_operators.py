@@ -225,6 +225,25 @@ def test_saved_tensors_may_be_copied(buffer: Buffer) -> None:
     assert operators.num_plans() == before
 
 
+def test_a_second_derivative_is_right_or_refused(buffer: Buffer) -> None:
+    calls = Operators(buffer, capacity=CAPACITY)
+    x, idx, probs = inputs(0, 7, torch.float32)
+    got = calls.dispatch(x, idx, probs)
+    gradients = torch.autograd.grad((got.rows**2).sum(), (x, probs), create_graph=True)
+    for gradient, given in zip(gradients, (x, probs), strict=True):
+        with pytest.raises(InputError, match="a second derivative"):
+            torch.autograd.grad(gradient.sum(), given if given is x else (x, probs), retain_graph=True)
+
+    def of_sums(rows: Tensor) -> Tensor:
+        sums = calls.combine(rows, got.ticket, len(x))
+        return torch.autograd.grad((sums**2).sum(), rows, create_graph=True)[0]
+
+    rows = torch.ones(CAPACITY, H, requires_grad=True)
+    along = torch.arange(CAPACITY, dtype=torch.float32)[:, None].expand(CAPACITY, H).clone().requires_grad_()
+    (second,) = torch.autograd.grad(of_sums(rows), rows, along)
+    assert torch.equal(second, of_sums(along))  # the gradient is linear
+
+
 @pytest.mark.parametrize("compiles", [False, True])
 def test_forward_mode_of_torch_func_is_refused(buffer: Buffer, compiles: bool) -> None:
     layer = Layer(Operators(buffer, capacity=CAPACITY))

@@ -137,7 +137,7 @@ class Buffer(Uncopied):
         metadata          [T, M] int32, M from 1 to 4096, or None; M equal on all ranks. It travels with each
                           token's row; both take at most the bytes of `config.hidden` elements of max_dtype
 
-        Differentiable in x and topk_weights (probs); `autograd.py` says what must be equal on all ranks.
+        Differentiable once, in x and topk_weights (probs); `autograd.py` says what is equal on all ranks.
 
         Raises `InputError` (`DtypeError`, `ShapeError`, `RoutingError`, `DeviceError`) before anything is
         launched; `CommunicationError`, after which the buffer is broken; `ClosedError`.
@@ -237,7 +237,7 @@ class Buffer(Uncopied):
 
         Returns [T, H] in the dtype of rows: the unweighted sum over the token's experts (multiply rows by
         `row_weights` for a weighted one), without rows that a capacity dropped, rounded once; zero, or the
-        bias, for tokens without experts. Differentiable in rows and bias.
+        bias, for tokens without experts. Differentiable once, in rows and bias.
 
         Raises what `dispatch` raises.
         """

@@ -374,6 +374,7 @@ def _of_combine(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
 
 
 _combine.register_autograd(_of_combine, setup_context=_keep_combine)
+_combine_with_weights.register_autograd(autograd.refuse_second)
 
 # Ranks compile graphs of their own. Without an effect a compiler moves an operator, or drops one whose result
 # is empty: on one rank and not on the others.

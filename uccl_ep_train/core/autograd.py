@@ -17,20 +17,20 @@ rank's data. So:
 * Under `torch.utils.checkpoint(use_reentrant=False)` recomputation begins at the first saved tensor that
   backward reads, so a rank must not skip its experts where it has no rows; with reentrant ones it may.
 
-No tensor is saved: in-place changes of inputs and outputs are allowed.
+No tensor is saved: in-place changes of inputs and outputs are allowed. Second derivatives are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from uccl_ep_train.common.opaque import opaque
 from uccl_ep_train.core.routing import is_aligned
+from uccl_ep_train.errors import InputError
 
 CombineGradients = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 """(grad_rows [R, H], grad_row_weights | None) to (grad_x [T, H], grad_values [T, K] or [T, E] | None).
@@ -53,6 +53,43 @@ def plain(rows: Gradient) -> Gradient:
     return rows if is_aligned(rows) else rows.clone()
 
 
+class _Once(torch.autograd.Function):
+    """Gradients, and an error for whoever differentiates them again.
+
+    Unlike torch's `once_differentiable`, it is on the way to the inputs of the first backward. Without that
+    `torch.autograd.grad` would pass it by, and return zeros or a part of the sum.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, made: tuple[Tensor | None, ...], *given: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        refuse_second()
+
+
+def refuse_second(*_: Any) -> NoReturn:
+    raise InputError(
+        "a second derivative through dispatch or combine; allowed is the first: backward without create_graph"
+    )
+
+
+def once(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
+    """A backward whose gradients nobody can differentiate again without an error."""
+
+    def run(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            made = backward(ctx, *grads)
+        if needs_graph(*grads):
+            made = _Once.apply(tuple(None if entry is None else entry.detach() for entry in made), *grads)
+        return made
+
+    return opaque(run)
+
+
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -69,8 +106,7 @@ class _Dispatch(torch.autograd.Function):
         return filled
 
     @staticmethod
-    @once_differentiable
-    @opaque
+    @once
     def backward(
         ctx: Any, grad_rows_RH: Tensor, grad_row_weights: Tensor | None
     ) -> tuple[Tensor | None, ...]:
@@ -89,8 +125,7 @@ class _Combine(torch.autograd.Function):
         return filled[0]
 
     @staticmethod
-    @once_differentiable
-    @opaque
+    @once
     def backward(ctx: Any, grad_out_TH: Tensor) -> tuple[Tensor | None, ...]:
         need_rows, _, _, *need_bias = ctx.needs_input_grad
         grad_rows_RH = ctx.dispatch_gradients(grad_out_TH)
