@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -194,6 +196,27 @@ def test_the_same_arguments_without_the_fault_are_accepted(group: RankGroup) -> 
         buffer.dispatch(**with_topk(x=x().float(), dispatch_dtype="bf16"))
 
     group.run(accept)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor])
+def test_an_integer_of_another_library_is_one_and_a_bool_of_it_is_none(
+    group: RankGroup, kind: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    def claim(rank: int, buffer: Buffer) -> None:
+        wanted = buffer.dispatch(**with_topk(capacity=40, max_tokens=T, expert_alignment=4))
+        got = buffer.dispatch(**with_topk(capacity=kind(40), max_tokens=kind(T), expert_alignment=kind(4)))
+        layout = got.handle.row_layout
+        assert layout == wanted.handle.row_layout and {type(entry) for entry in layout[1:]} == {int, bool}
+        assert torch.equal(got.tokens_per_expert, wanted.tokens_per_expert)
+        buffer.dispatch(x(), handle=got.handle, capacity=kind(40))
+        with buffer.trace(tmp_path / "run", max_events=kind(9)):
+            pass
+        no_number = torch.tensor(True) if kind is torch.tensor else np.bool_(True)
+        for name in ("capacity", "max_tokens", "expert_alignment"):
+            with pytest.raises(InputError, match=f"{name} = .*True"):
+                buffer.dispatch(**with_topk(**({"capacity": 40} | {name: no_number})))
+
+    group.run(claim)
 
 
 BAD_COMBINE: dict[str, tuple[type[Exception], str, Callable[[Tensor], dict[str, Any]]]] = {

@@ -41,6 +41,8 @@ def first_interface(seat: Rank) -> str:
     given: dict[str, Any] = {"x": x, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
     given |= {"topk_idx": idx, "topk_weights": weights}
     rows, _, _, _, handle, _ = buffer.dispatch(**given)
+    worst = buffer.dispatch(**(given | {"num_worst_tokens": np.int64(9), "expert_alignment": np.int32(1)}))
+    assert len(worst[0]) == 9 and torch.equal(worst[0][: len(rows)], rows)
     refuse(
         lambda **wrong: buffer.dispatch(**(given | wrong)),
         {

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, library
@@ -319,6 +320,23 @@ def test_wrong_arguments_are_refused(buffer: Buffer) -> None:
         Operators(buffer, capacity=39).dispatch_again(x, got.ticket)
     with pytest.raises(InputError, match="topk_idx"):
         calls.dispatch(x, idx.to(torch.int32), probs)
+
+
+def test_numpy_s_integers_are_integers(buffer: Buffer) -> None:
+    numbers: Any = {
+        "capacity": np.int64(CAPACITY),
+        "expert_alignment": np.int32(1),
+        "max_tokens": np.uint8(9),
+    }
+    calls = Operators(buffer, **numbers)
+    x, idx, probs = (tensor.detach() for tensor in inputs(0, 5))
+    got = calls.dispatch(x, idx, probs)
+    given: Any
+    for given in (5, np.int64(5)):
+        assert torch.equal(calls.combine(got.rows, got.ticket, given), 2 * x)
+    for given in (True, np.bool_(True), 5.0):
+        with pytest.raises(DtypeError, match=r"num_tokens is .*; allowed is int"):
+            calls.combine(got.rows, got.ticket, given)
 
 
 def test_operators_of_a_buffer_that_is_gone_say_so() -> None:

@@ -34,6 +34,7 @@ from uccl_ep_train.common.handle import DispatchHandle
 from uccl_ep_train.core import autograd
 from uccl_ep_train.core.routing import MAX_TOKENS
 from uccl_ep_train.errors import ClosedError, DtypeError, InputError, ShapeError
+from uccl_ep_train.settings.checks import integer, whole
 
 HAS_EFFECTS = hasattr(library, "EffectType")
 """Of this torch: operators may have an effect, which keeps them in their order."""
@@ -92,13 +93,9 @@ class Operators:
             raise DtypeError(f"buffer is {type(buffer).__name__}; allowed is a Buffer")
         if not HAS_EFFECTS:
             raise InputError(f"torch {torch.__version__} does not keep operators in order; 2.11 does")
-        for name, number, most in (
-            ("capacity", capacity, (1 << 31) - 1),
-            ("expert_alignment", expert_alignment, 1 << 20),
-            ("max_tokens", 1 if max_tokens is None else max_tokens, MAX_TOKENS),
-        ):
-            if type(number) is not int or not 1 <= number <= most:
-                raise InputError(f"{name} = {number!r}; allowed is 1 .. {most}")
+        capacity = _checked("capacity", capacity, (1 << 31) - 1)
+        expert_alignment = _checked("expert_alignment", expert_alignment, 1 << 20)
+        max_tokens = None if max_tokens is None else _checked("max_tokens", max_tokens, MAX_TOKENS)
         if dispatch_dtype not in (None, "fp8", "bf16", "fp8_pow2", "fp8_fp32"):
             raise InputError(f"dispatch_dtype = {dispatch_dtype!r}; allowed is 'fp8' | 'bf16'")
         self.buffer = _number(buffer)
@@ -124,6 +121,8 @@ class Operators:
     def combine(self, rows: Tensor, ticket: Tensor, num_tokens: int) -> Tensor:
         """rows [C, H] of the dispatch with this ticket, num_tokens T: the sums [T, H]."""
         _check_kinds(self.buffer, "combine", rows=rows, ticket=ticket, num_tokens=num_tokens)
+        if not isinstance(num_tokens, int | torch.SymInt):
+            num_tokens = whole(num_tokens)
         how = (self.buffer, num_tokens, self.capacity, self.grad_dtype)
         out: Tensor = torch.ops.uccl_ep.combine(rows, ticket, *how)
         return out
@@ -156,8 +155,22 @@ def _check_kinds(number: int, what: str, **given: Any) -> None:
             raise InputError(_FORWARD_MODE)
         for name, value in given.items():
             kind: type = int if name == "num_tokens" else Tensor
-            if not isinstance(value, kind):
+            if not (_is_whole(value) if kind is int else isinstance(value, kind)):
                 raise DtypeError(f"{name} is {type(value).__name__}; allowed is {kind.__name__}")
+
+
+def _is_whole(value: object) -> bool:
+    try:
+        return isinstance(value, torch.SymInt) or whole(value) is not None
+    except TypeError:
+        return False
+
+
+def _checked(name: str, value: object, most: int) -> int:
+    try:
+        return integer(1, most).check(value)
+    except (TypeError, ValueError):
+        raise InputError(f"{name} = {value!r}; allowed is 1 .. {most}") from None
 
 
 def _is_forward_mode() -> bool:

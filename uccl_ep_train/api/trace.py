@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 
 from uccl_ep_train.common.command_line import output_file, run
 from uccl_ep_train.errors import DtypeError, InputError
+from uccl_ep_train.settings.checks import integer
 
 __all__ = ["Trace", "merge_traces"]
 
@@ -70,13 +71,15 @@ class Trace:
     def __init__(self, engine: Any, rank: int, path: str | os.PathLike[str], max_events: int) -> None:
         if not isinstance(path, str | os.PathLike):
             raise DtypeError(f"path is {type(path).__name__}; allowed is a str or a path")
-        if type(max_events) is not int or not 1 <= max_events <= MAX_EVENTS:
-            raise InputError(f"max_events = {max_events!r}: allowed 1 to {MAX_EVENTS}")
+        try:
+            most = integer(1, MAX_EVENTS).check(max_events)
+        except (TypeError, ValueError):
+            raise InputError(f"max_events = {max_events!r}: allowed 1 to {MAX_EVENTS}") from None
         self.path = Path(f"{os.fspath(path)}.rank{rank}.json")
         self.lost_events = 0
         self._engine = engine
         self._rank = rank
-        self._max_events = max_events
+        self._max_events = most
 
     def __enter__(self) -> Trace:
         try:

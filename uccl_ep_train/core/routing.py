@@ -20,7 +20,7 @@ from uccl_ep_train.common import exponents
 from uccl_ep_train.common.handle import DispatchHandle, Fp8Rows, RowLayout
 from uccl_ep_train.core.tensors import check_tensor, dtype_name
 from uccl_ep_train.errors import DtypeError, InputError, RoutingError, ShapeError
-from uccl_ep_train.settings.checks import FP8_BLOCK, HIDDEN_UNIT, MAX_TOPK
+from uccl_ep_train.settings.checks import FP8_BLOCK, HIDDEN_UNIT, MAX_TOPK, whole
 from uccl_ep_train.settings.config import EpConfig
 from uccl_ep_train.settings.sections import ScaleMode
 
@@ -165,7 +165,8 @@ def check_layout(asked: RowLayout, handle: DispatchHandle | None) -> RowLayout:
     if name not in ("expert_major", "compact"):
         raise InputError(f"layout = {name!r}; allowed is 'expert_major' | 'compact'")
     alignment = check_alignment(asked.alignment, handle)
-    _check_number("capacity", asked.capacity, 0, MAX_CAPACITY)
+    capacity = _check_number("capacity", asked.capacity, 0, MAX_CAPACITY)
+    most = _check_number("max_tokens", asked.max_tokens, 1, MAX_TOKENS)
     if not isinstance(asked.pad_to_capacity, bool):
         raise InputError(f"pad_to_capacity = {asked.pad_to_capacity!r}; allowed is True | False")
     if asked.pad_to_capacity and (asked if handle is None else handle).capacity is None:
@@ -174,7 +175,9 @@ def check_layout(asked: RowLayout, handle: DispatchHandle | None) -> RowLayout:
     if handle is None:
         if name == "compact" and alignment != 1:
             raise InputError(f"expert_alignment = {alignment} with layout = 'compact'; allowed is 1")
-        return asked
+        if alignment is asked.alignment and capacity is asked.capacity and most is asked.max_tokens:
+            return asked  # as nearly always
+        return asked._replace(alignment=alignment, capacity=capacity, max_tokens=most)
     if name not in ("expert_major", handle.layout):
         raise InputError(f"layout = {name!r} but the handle has {handle.layout!r}")
     if asked.capacity not in (None, handle.capacity):
@@ -184,18 +187,20 @@ def check_layout(asked: RowLayout, handle: DispatchHandle | None) -> RowLayout:
     return handle.row_layout
 
 
-def _check_number(name: str, value: int | None, least: int, most: int) -> None:
+def _check_number(name: str, value: int | None, least: int, most: int) -> int | None:
     if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InputError(f"{name} = {value!r}; allowed is an integer or None")
-    if not least <= value <= most:
-        raise InputError(f"{name} = {value}; allowed is {least} .. {most}")
+        return None
+    try:
+        number = whole(value)
+    except TypeError:
+        raise InputError(f"{name} = {value!r}; allowed is an integer or None") from None
+    if not least <= number <= most:
+        raise InputError(f"{name} = {number}; allowed is {least} .. {most}")
+    return number
 
 
 def _check_max_tokens(asked: RowLayout, handle: DispatchHandle | None) -> None:
     most = asked.max_tokens
-    _check_number("max_tokens", most, 1, MAX_TOKENS)
     if most is None:
         return
     if (asked if handle is None else handle).capacity is None:
@@ -205,8 +210,10 @@ def _check_max_tokens(asked: RowLayout, handle: DispatchHandle | None) -> None:
 
 
 def check_alignment(expert_alignment: int, handle: DispatchHandle | None) -> int:
-    if isinstance(expert_alignment, bool) or not isinstance(expert_alignment, int):
-        raise InputError(f"expert_alignment = {expert_alignment!r}; allowed is an integer")
+    try:
+        expert_alignment = whole(expert_alignment)
+    except TypeError:
+        raise InputError(f"expert_alignment = {expert_alignment!r}; allowed is an integer") from None
     if not 1 <= expert_alignment <= MAX_ALIGNMENT:
         raise InputError(f"expert_alignment = {expert_alignment}; allowed is 1 .. {MAX_ALIGNMENT} rows")
     if handle is None or expert_alignment == handle.expert_alignment:

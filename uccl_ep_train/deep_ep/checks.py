@@ -14,12 +14,12 @@ MOST = (1 << 31) - 1
 MOST_SMS = 1024
 
 
-def check_number(name: str, value: Any, low: int, high: int = MOST) -> None:
-    """An integer of these bounds. Raises `InputError`."""
+def check_number(name: str, value: Any, low: int, high: int = MOST) -> int:
+    """An integer of these bounds, as an int. Raises `InputError`."""
     if type(value) is int and low <= value <= high:
-        return  # what is right costs a call nothing
+        return value  # what is right costs a call nothing
     try:
-        integer(low, high).check(value)
+        return integer(low, high).check(value)
     except (TypeError, ValueError):
         raise InputError(f"{name} = {value!r}; allowed is {low} .. {high}") from None
 

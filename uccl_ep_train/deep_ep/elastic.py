@@ -337,8 +337,8 @@ class ElasticBuffer:
         most = self.num_max_tokens_per_rank if wanted[1] is None else wanted[1]
         alignment = 1 if wanted[2] is None else wanted[2]
         check_experts(wanted[0], self.num_ranks)
-        check_number("num_max_tokens_per_rank", most, max(tokens, 1))
-        check_number("expert_alignment", alignment, 1)
+        most = check_number("num_max_tokens_per_rank", most, max(tokens, 1))
+        alignment = check_number("expert_alignment", alignment, 1)
         return Asked(wanted[0] or 0, most, alignment, sync is None or bool(sync), expand)
 
 

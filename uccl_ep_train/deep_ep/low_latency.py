@@ -149,8 +149,8 @@ class LowLatencyCalls:
                 raise ShapeError(f"topk_idx has {topk_idx.shape[1]} columns; allowed are {MOST_TOPK}")
             waited = counter(dispatch_wait_recv_cost_stats, self.rank)
             most, hidden = num_max_dispatch_tokens_per_rank, columns_of("x", x)
-            check_number("num_max_dispatch_tokens_per_rank", most, 1, MOST_TOKENS)
-            check_number("num_experts", num_experts, 1, MAX_EXPERTS)
+            most = check_number("num_max_dispatch_tokens_per_rank", most, 1, MOST_TOKENS)
+            num_experts = check_number("num_experts", num_experts, 1, MAX_EXPERTS)
             calls = self._engines.low_latency(most, hidden, num_experts, type(self).num_sms)
 
         def send() -> Any:

@@ -136,8 +136,8 @@ class Sender:
         engine, topk_idx = self.engine, routing.topk_idx
         with engine.preparing("dispatch"):
             routing.check(x, engine.num_ranks)
-            check_number("expert_alignment", expert_alignment, 1)
-            check_number("num_worst_tokens", num_worst_tokens, 0)
+            expert_alignment = check_number("expert_alignment", expert_alignment, 1)
+            num_worst_tokens = check_number("num_worst_tokens", num_worst_tokens, 0)
             tokens = len(routing.is_token_in_rank)
             rows, metadata = engine_rows(x), self.packed(tokens, topk_idx, routing.topk_weights)
             routing_map = None if topk_idx is not None else self._first_experts(routing.is_token_in_rank)

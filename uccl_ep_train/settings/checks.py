@@ -43,11 +43,21 @@ class Kind(Generic[T]):
     form: str = ""
 
 
+def whole(value: object) -> int:
+    """An integer of any kind, as an int: NumPy's and an `IntEnum`, too. Raises TypeError; a bool is none."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+        raise TypeError("a bool is no number")
+    try:
+        return int(operator.index(cast(int, value)))
+    except RuntimeError as error:  # of a tensor without memory
+        raise TypeError(str(error)) from None
+
+
 def integer(low: int, high: int, *, parse: Callable[[str], int] = int, form: str = "integer") -> Kind[int]:
     def check(value: object) -> int:
-        if isinstance(value, bool):
-            raise TypeError("a bool is no number")
-        number = int(operator.index(cast(int, value)))  # of an `IntEnum` too
+        number = whole(value)
         if not low <= number <= high:
             raise ValueError("out of range")
         return number
