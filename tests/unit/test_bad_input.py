@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tests.harness import RankGroup
-from uccl_ep_train import Buffer, DispatchResult
+from uccl_ep_train import Buffer, DispatchResult, Fp8Rows
 from uccl_ep_train.errors import DeviceError, DtypeError, InputError, RoutingError, ShapeError
 
 T, H, K, E = 4, 256, 2, 8
@@ -196,6 +196,22 @@ def test_the_same_arguments_without_the_fault_are_accepted(group: RankGroup) -> 
         buffer.dispatch(**with_topk(x=x().float(), dispatch_dtype="bf16"))
 
     group.run(accept)
+
+
+@pytest.mark.parametrize("columns", [32, 128])
+def test_exponents_of_mxfp8_are_refused_where_one_would_travel(group: RankGroup, columns: int) -> None:
+    def claim(rank: int, buffer: Buffer) -> None:
+        codes = torch.ones(T, columns).to(torch.float8_e4m3fn)
+        words = torch.full((T, 1), 0xFF, dtype=torch.int32)
+        buffer.dispatch(**with_topk(x=Fp8Rows(codes, words)))
+        for word in (0x17F, 0x7F7F7F7F, -1, -(1 << 31)):
+            words[2] = word
+            said = rf"x\.scales\[2, 0\] = {word & 0xFFFFFFFF:#010x} .* {columns} columns; allowed is one"
+            with pytest.raises(InputError, match=said):
+                buffer.dispatch(**with_topk(x=Fp8Rows(codes, words)))
+        assert_usable(buffer)
+
+    group.run(claim)
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor])

@@ -177,7 +177,8 @@ class Fp8Rows(NamedTuple):
     codes   [R, H] float8_e4m3fn
     scales  [R, ceil(H / 128)] float32; or [R, ceil(H / 512)] int32: exponents, see `exponents.py`. Of rows
             that the caller quantised also [R, ceil(H / 128)] int32, H above 128: an exponent for each 32
-            columns, four in a word (MXFP8). Words of padding are not exponents; its codes are 0
+            columns, four in a word (MXFP8). With H up to 128 a word of several exponents is an
+            `InputError`. Words of padding are not exponents; its codes are 0
     """
 
     codes: Tensor

@@ -79,6 +79,8 @@ def check_codes(x: Fp8Rows, config: EpConfig, device: torch.device) -> tuple[Ten
     if isinstance(scales, Tensor) and scales.dtype == torch.int32 and scales.dim() == 2:
         words, mx_words = [codes.shape[0], exponents.num_words(blocks)], [codes.shape[0], blocks]
         if list(scales.shape) == words:
+            if words == mx_words:
+                _check_single(scales, codes)
             scales = exponents.unpack_exponents(scales, blocks)
         elif list(scales.shape) == mx_words:
             wire, scales = "mxfp8", exponents.dense(scales).view(torch.float32)
@@ -94,6 +96,22 @@ def check_codes(x: Fp8Rows, config: EpConfig, device: torch.device) -> tuple[Ten
     if list(scales.shape) != shape:
         raise ShapeError(f"x.scales is {list(scales.shape)}; allowed is {shape}, one of {FP8_BLOCK} codes")
     return codes, scales, wire
+
+
+def _check_single(words: Tensor, codes: Tensor) -> None:
+    """Both forms of exponents of rows of one block of 128 codes have this shape, and only one travels.
+    A graph that is being captured cannot look.
+    """
+    if words.is_meta or (words.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    wrong = ((words & ~0xFF) != 0).flatten().nonzero()
+    if len(wrong):
+        row = int(wrong[0])
+        raise InputError(
+            f"x.scales[{row}, 0] = {int(words[row, 0]) & 0xFFFFFFFF:#010x} has more than one exponent and "
+            f"x.codes has {codes.shape[1]} columns; allowed is one, 0 .. 0xff, for up to 128 columns: "
+            "MXFP8, an exponent for each 32, travels with more columns"
+        )
 
 
 def check_metadata(metadata: Tensor, x: Tensor) -> None:
