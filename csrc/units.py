@@ -16,7 +16,7 @@ COLD = (
     *(f"engine/group/{name}.cc" for name in ("choice", "close", "control_plane", "domains")),
     *(f"engine/group/{name}.cc" for name in ("errors", "setup", "stats", "trace")),
     *(f"engine/host/{name}.cc" for name in ("combine", "dispatch", "engine", "slots", "stats")),
-    *(f"engine/gpu/{name}.cc" for name in ("checks", "engine", "faults", "low_latency", "network")),
+    *(f"engine/gpu/{name}.cc" for name in ("checks", "close", "engine", "faults", "low_latency", "network")),
     *(f"engine/gpu/{name}.cc" for name in ("trace", "trial")),
     *(f"transport/{name}.cc" for name in ("nics", "registry", "trial")),
     *(f"transport/ofi/{name}.cc" for name in ("datagrams", "endpoint", "library", "provider")),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.cases import Case, EngineSpec, Expected, Observed, begin_case, differences, expect, make_case
 from tests.gpu import test_cuda_backend
@@ -36,6 +37,34 @@ def test_replays_of_a_graph_follow_the_routing(
     """The host knows nothing of a replay: chunks, credits and epochs are counted by kernels and proxies."""
     spec = spec_of(layout, hidden=512)
     assert domain_ranks.run(spec.num_ranks, replay_a_graph, spec, tokens) == [[]] * spec.num_ranks
+
+
+def close_with_a_replay_queued(seat: Seat, domains: tuple[int, ...], abort: bool) -> None:
+    config = {"domains": domains, "num_experts": 8, "hidden": 512}
+    x = torch.ones(64, 512, dtype=torch.bfloat16, device="cuda")
+    experts = torch.arange(64 * 4, device="cuda").reshape(64, 4) % 8
+    weights = torch.ones(64, 4, device="cuda")
+    buffer, stream, graph = seat.buffer(config), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        got = buffer.dispatch(x, experts, weights, capacity=64 * 4 * seat.num_ranks)
+        buffer.combine(got.rows, got.handle)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(1_000_000_000)  # half a second
+        graph.replay()
+    store = dist.distributed_c10d._get_default_store()  # the GPU cannot be asked: it is busy
+    queued = [f"job {seat.job}: rank {rank} has queued its replay" for rank in range(seat.num_ranks)]
+    store.set(queued[seat.rank], "")
+    store.wait(queued)
+    buffer.close(abort=abort)
+    torch.cuda.synchronize()  # an illegal access would end the context
+
+
+@pytest.mark.parametrize("abort", [False, True])
+@pytest.mark.parametrize("domains", [(0,), (0, 0), (0, 1)])
+def test_closing_waits_for_the_replays_of_graphs(
+    domain_ranks: DomainRanks, domains: tuple[int, ...], abort: bool
+) -> None:
+    domain_ranks.run(len(domains), close_with_a_replay_queued, domains, abort)
 
 
 # ------------------------------------------------------------------------------------- two at a time

@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "blocked.h"
 #include "device/memory.h"
 #include "gpu_on_cpu/streams.h"
 #include "gpu_runs.h"
@@ -47,26 +48,6 @@ const std::vector<std::pair<std::string, Call>>& calls() {
   };
   return all;
 }
-
-// A stream that gets no further until it goes.
-class Blocked {
- public:
-  explicit Blocked(cudaStream_t stream) : stream_(stream) {
-    const auto wait = [](void* flag) {
-      while (static_cast<Flag*>(flag)->read() == 0) usleep(100);
-    };
-    EXPECT(cudaLaunchHostFunc(stream, wait, &over_) == cudaSuccess);
-  }
-  ~Blocked() {
-    end();
-    cudaStreamSynchronize(stream_);  // it looks no more
-  }
-  void end() { over_.publish(1); }
-
- private:
-  const cudaStream_t stream_;
-  Flag over_;
-};
 
 }  // namespace
 

@@ -38,7 +38,7 @@ struct CudaRun {
   int rounds = 2;
   bool combines_in_a_row = false;  // of a round: after its dispatches
   uint64_t seed = 1;
-  double arrival_timeout_s = 60;
+  double arrival_timeout_s = 60, progress_timeout_s = 40;
   uint32_t late_usec = 0;  // the last rank's, before every call
   LoopOptions loop;
   int64_t capacity = -1;  // rows of a GPU engine's output, of which every rank gets more; its counts stay on the GPU
@@ -105,7 +105,7 @@ inline EngineConfig config_of(const CudaRun& run, int rank) {
   config.max_element_bytes = dtype_bytes(run.dtype);
   config.generation = 42;
   config.arrival_timeout_s = run.arrival_timeout_s;
-  config.progress_timeout_s = 40;
+  config.progress_timeout_s = run.progress_timeout_s;
   config.window_tokens = run.window_tokens;
   config.bulk_copies = run.bulk_copies;
   config.packets = run.packets;

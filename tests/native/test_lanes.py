@@ -32,7 +32,7 @@ CHOSEN = {
     "64 lanes in lock step": (SEVERAL_RANKS, SEVERAL_DOMAINS, ONE_DOMAIN, SLOTS, FOLDED, KNOWN),
 }
 WHOLE = ("lanes", "events", "gpu_routing")  # all of their claims, where a mode has any
-OTHERS = ("gpu_engine", "gpu_engine_refusal", "gpu_ranks", "low_latency", "slot_weights")
+OTHERS = ("gpu_engine", "gpu_engine_refusal", "gpu_close", "gpu_ranks", "low_latency", "slot_weights")
 REGIONS = "regions of more than 4 GiB give what small ones give"  # lanes are nothing to it
 
 Build = Callable[[str, str], Path]

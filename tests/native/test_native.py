@@ -18,8 +18,8 @@ HERE = Path(__file__).resolve().parent
 OF_TRANSPORTS = ("verbs", "verbs_datagram", "verbs_event", "verbs_engine", "ofi", "ofi_fault")
 # Kernels on the stand-in for GPUs: docs/gpu_on_cpu.md.
 ON_CPU = (
-    "lanes", "events", "gpu_routing", "gpu_engine", "gpu_engine_refusal", "gpu_ranks", "low_latency",
-    "low_latency_masks", "slot_weights", "pause_engine", "topk", "gpu_time",
+    "lanes", "events", "gpu_routing", "gpu_engine", "gpu_engine_refusal", "gpu_close", "gpu_ranks",
+    "low_latency", "low_latency_masks", "slot_weights", "pause_engine", "topk", "gpu_time",
 )  # fmt: skip
 PROGRAMS = (
     "queue", "words", "layout", "messages", "loop", "ready", "mail", "copier", "nics", "stream", "fault",

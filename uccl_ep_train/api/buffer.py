@@ -345,11 +345,11 @@ class Buffer(Uncopied):
         """Frees all threads and memory, even if the buffer is still referenced. Handles stay readable.
 
         Idempotent. Any thread may call it at any time, on a broken buffer, too. Raises no operation's error.
-        Without `abort` it waits for the operations of this rank (not for a graph's replays: synchronise
-        first) and for all ranks to close, at most `progress_timeout_s`; Ctrl-C turns it into an abort. With
-        `abort` it waits for nothing: pending operations raise `ClosedError` or a `CommunicationError` at
-        once, those of peers `PeerFailed`. So a monitor thread can unblock waiting ranks, also a thread
-        that closes. While one thread closes, `close` of another returns when the first is through.
+        Without `abort` it waits for this rank's operations and until all close, at most `progress_timeout_s`;
+        Ctrl-C turns it into an abort. With `abort` it waits for no rank: pending operations raise
+        `ClosedError` or a `CommunicationError` at once, those of peers `PeerFailed`. So a monitor thread can
+        unblock waiting ranks. While one thread closes, `close` of another waits for it. After operations in
+        a CUDA graph it waits as long for an idle GPU; a busy one keeps the memory. No replay may follow.
         """
         first, self._closed = not self._closed, True
         if os.getpid() != self._pid:

@@ -1,4 +1,4 @@
-// Life of a GPU engine: creation, connection, watching, teardown. The operations: ops.cc.
+// Life of a GPU engine: creation, connection, watching. Its end: close.cc. The operations: ops.cc.
 #include "engine/gpu/engine.h"
 
 #include <pthread.h>
@@ -262,6 +262,11 @@ void GpuEngine::wake() {
   network_->wake();
 }
 
+void GpuEngine::tell_kernels_to_stop() {
+  gpu::copy_to_device(&layout_.local.in(group_.own)->stop, stop_word_, sizeof(*stop_word_), control_stream_,
+                      std::nothrow);
+}
+
 // Tells all ranks of this rank's faults; an error that reached this rank stops its kernels.
 void GpuEngine::watch() {
   pthread_setname_np(pthread_self(), "uccl_ep_cuda");
@@ -284,49 +289,13 @@ void GpuEngine::watch() {
     }
     if (!stopped && plane_.failed()) {
       stopped = true;
-      gpu::copy_to_device(&layout_.local.in(group_.own)->stop, stop_word_, sizeof(*stop_word_), control_stream_,
-                          std::nothrow);
+      tell_kernels_to_stop();
     }
     if (stopped)
       usleep(1000);
     else
       plane_.wait_for_error(2000);
   }
-}
-
-void GpuEngine::close(bool abort) {
-  {
-    const std::lock_guard lock(mutex_);
-    closed_ = true;
-  }
-  // The plane's proxy may run, though we have not started.
-  plane_.close(abort || !started_, [this] {
-    const OnDevice guard(device_, std::nothrow);
-    if (started_)
-      gpu::synchronize(last_done_, std::nothrow);  // queued work ends normally, by the error, or by its deadline
-    plane_.leave();
-    if (started_) {
-      leaving_.publish(1);
-      watcher_.join();
-      gpu::synchronize(control_stream_, std::nothrow);
-    }
-    give_back();
-  });
-}
-
-// The proxy has stopped. The network has registered host memory with the driver, and the transport our memory with
-// NICs, so both go before the memory.
-void GpuEngine::give_back() {
-  const std::lock_guard lock(mutex_);
-  const std::unique_lock held(memory_mutex_);
-  given_back_ = true;
-  if (started_) gpu::synchronize(last_done_, std::nothrow);  // of a thread that was in the middle of an operation
-  pulse_.reset();
-  network_.reset();
-  plane_.give_back();
-  for (gpu::DeviceMapping& region : regions_) region = gpu::DeviceMapping();
-  if (group_.trace == nullptr) trace_memory_.clear();
-  share_.give_back();
 }
 
 Stats GpuEngine::stats() const {

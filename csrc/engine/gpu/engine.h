@@ -148,6 +148,13 @@ class GpuEngine final : public Engine, private GpuHandles {
 
  private:
   friend class GpuOp;
+  // Kernels of an engine in a graph. It lasts as long as the process, because a graph may be replayed at any time.
+  struct CapturedLaunches {
+    explicit CapturedLaunches(GpuEngine& of) : engine(&of) {}
+    std::mutex mutex;
+    GpuEngine* engine;  // null: it has given its memory back
+    Flag count;         // writer: who captures; reader: a thread of the GPU's runtime
+  };
   // True when the counts of a new plan have arrived, or are not waited for.
   bool poll_counts(GpuOp& op);
   void give_up_guess(GpuOp& op);
@@ -171,6 +178,7 @@ class GpuEngine final : public Engine, private GpuHandles {
   void note_queued(GpuOp& op);
   void note_launch(const GpuOp& op);
   void note_replay(uint64_t operations);
+  CapturedLaunches* new_captured_launches();
   void end_dispatch(GpuOp& op);
   void size_plan(GpuPlan& plan, const GpuPlan::Sizes& sizes) const;
   void check_usable() const;
@@ -181,6 +189,8 @@ class GpuEngine final : public Engine, private GpuHandles {
   void note_last(gpu::StreamHandle stream);
   bool tell_fault() const;
   void watch();
+  void tell_kernels_to_stop();
+  void wait_for_kernels();
   void give_back();
   void fill_tables();
   ErrorRecord record_of(const gpu::HostError& error) const;
@@ -213,13 +223,8 @@ class GpuEngine final : public Engine, private GpuHandles {
   mutable std::mutex mutex_;   // one launch at a time
   uint64_t num_begun_ = 0, num_dispatches_ = 0, num_combines_ = 0, num_windows_ = 0;
   uint64_t num_low_latency_ = 0;
-  // Kernels of this engine in a graph. A graph may be replayed as long as the engine lives.
-  struct CapturedLaunches {
-    explicit CapturedLaunches(GpuEngine& of) : engine(of) {}
-    GpuEngine& engine;
-    Flag count;  // writer: who captures; reader: a thread of the GPU's runtime
-  };
-  std::map<uint64_t, std::unique_ptr<CapturedLaunches>> captured_launches_;  // by capture
+  std::map<uint64_t, CapturedLaunches*> captured_launches_;  // by capture
+  bool has_captured_ = false;
   uint64_t rows_shipped_ = 0, rows_placed_ = 0, rows_folded_ = 0, rows_relayed_ = 0;  // of plans without a capacity
   uint64_t num_guesses_ = 0, num_misses_ = 0;
   using Form = std::tuple<RoutingKind, uint32_t, uint32_t, uint32_t, int>;  // see form_of()
@@ -228,6 +233,7 @@ class GpuEngine final : public Engine, private GpuHandles {
   // Held shared by readers of regions or the network that do not hold `mutex_`. close() holds both to give these back.
   mutable std::shared_mutex memory_mutex_;
   bool given_back_ = false;
+  bool is_idle_ = true;  // when it closes: no kernel of a graph may still use its memory
   std::vector<gpu::DeviceMapping> trace_memory_;  // the last is in use; kernels or graphs may still refer to the others
   std::vector<Network::Seen> seen_;  // by a word's number in a trace
   gpu::ClockSample trace_began_;

@@ -31,6 +31,11 @@ class Network {
   void wake() {
     if (copies_ != nullptr) copies_->wake();
   }
+  // Ends its threads. Kernels may still use what they know of.
+  void stop() {
+    copies_.reset();
+    visibility_.reset();
+  }
   // What the words mean that kernels follow: those of Net, then of SlotNet.
   struct Seen {
     TraceKind kind;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <deque>
 #include <tuple>
 
 #include "backend/gpu/windows.h"
@@ -40,6 +41,7 @@ std::shared_ptr<GpuOp> GpuEngine::begin(std::shared_ptr<GpuPlan> plan, gpu::Stre
   }
   // The operations of a buffer are one sequence. The operations in a graph are ordered by whoever replays it.
   op->captured_by_ = gpu::captured_graph(op->stream_, &op->capture_);
+  has_captured_ |= op->captured_by_ != nullptr;
   if (last_stream_ != op->stream_ && op->captured_by_ == nullptr) gpu::follow(op->stream_, last_done_);
   return op;
 }
@@ -168,16 +170,23 @@ void GpuEngine::note_launch(const GpuOp& op) {
     plane_.note_launched();
     return;
   }
-  std::unique_ptr<CapturedLaunches>& launches = captured_launches_[op.capture_];
+  CapturedLaunches*& launches = captured_launches_[op.capture_];
   if (launches == nullptr) {
-    launches = std::make_unique<CapturedLaunches>(*this);
+    launches = new_captured_launches();
     const auto note = [](void* of) {
-      const auto& its = *static_cast<CapturedLaunches*>(of);
-      its.engine.note_replay(its.count.read());
+      auto& its = *static_cast<CapturedLaunches*>(of);
+      const std::lock_guard lock(its.mutex);
+      if (its.engine != nullptr) its.engine->note_replay(its.count.read());
     };
-    gpu::add_host_node(op.captured_by_, note, launches.get());
+    gpu::add_host_node(op.captured_by_, note, launches);
   }
   launches->count.publish(launches->count.own() + 1);
+}
+GpuEngine::CapturedLaunches* GpuEngine::new_captured_launches() {
+  static std::mutex mutex;
+  static auto& all = *new std::deque<CapturedLaunches>;
+  const std::lock_guard lock(mutex);
+  return &all.emplace_back(*this);
 }
 // By a thread of the GPU's runtime, which must not call the runtime. Proxy and copier wake up at the same time, not one
 // after the other.

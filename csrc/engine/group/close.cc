@@ -71,7 +71,7 @@ void ControlPlane::leave() {
 
 // No thread of ours runs any more. Peers that still write do so into their own maps of the pages, or find their
 // connection gone: whatever takes these addresses next is out of their reach.
-void ControlPlane::give_back() {
+std::vector<Mapping> ControlPlane::give_back() {
   Stats last;
   try {
     last = stats();
@@ -79,7 +79,7 @@ void ControlPlane::give_back() {
   }
   const std::lock_guard lock(mutex_);
   const std::unique_lock held(memory_mutex_);
-  if (given_back_) return;
+  if (given_back_) return {};
   last_stats_ = std::move(last);
   if (control().error_claim.claimed()) last_error_ = posted_error(control());
   given_back_ = true;
@@ -87,8 +87,8 @@ void ControlPlane::give_back() {
   commands_.reset();
   transport_.reset();
   std::fill(controls_.begin(), controls_.end(), nullptr);
-  for (Mapping& region : regions_) region = Mapping();
   if (!traced_) forget_traces();
+  return std::exchange(regions_, std::vector<Mapping>(regions_.size()));
 }
 
 }  // namespace uccl_ep

@@ -122,7 +122,8 @@ class ControlPlane {
   // at all. Stops the proxy.
   void leave();
   // Statistics and the error stay those of the end.
-  void give_back();
+  // Its pages: of our region and of those of our domain's other ranks.
+  std::vector<Mapping> give_back();
 
   // ---- trace.cc. Records what happens from now on: of each thread at least `max_events`, for which memory is taken
   // when more are wanted than before. Throws UsageFailure.

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdio>
@@ -11,11 +12,21 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <thread>
 
+static thread_local int own_device = 0;
+
 struct CpuStream {
-  CpuStream() : thread([this] { work(); }) {}
+  CpuStream() : thread([this] { work(); }) {
+    const std::lock_guard lock(all_mutex);
+    all.insert(this);
+  }
   ~CpuStream() {
+    {
+      const std::lock_guard lock(all_mutex);
+      all.erase(this);
+    }
     {
       const std::lock_guard lock(mutex);
       leaving = true;
@@ -38,9 +49,21 @@ struct CpuStream {
     std::unique_lock lock(mutex);
     changed.wait(lock, [&] { return todo.empty(); });
   }
+  // Of the streams that the calling thread's device has.
+  static void wait_for_all() {
+    const auto are_idle = [] {
+      const std::lock_guard lock(all_mutex);
+      return std::all_of(all.begin(), all.end(),
+                         [](CpuStream* its) { return its->device != own_device || its->idle(); });
+    };
+    while (!are_idle()) usleep(200);
+  }
   std::atomic<CpuGraph*> graph{nullptr};
 
  private:
+  static inline std::mutex all_mutex;
+  static inline std::set<CpuStream*> all;
+  const int device = own_device;
   void work() {
     std::unique_lock lock(mutex);
     while (true) {
@@ -95,7 +118,6 @@ struct CpuEvent {
 
 namespace {
 
-thread_local int own_device = 0;
 std::atomic<bool> contexts[gpu_on_cpu::kDevices];
 
 CpuStream& stream_of(CpuStream* stream) {
@@ -149,6 +171,11 @@ cudaError_t cudaSetDevice(int device) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceSynchronize() {
+  CpuStream::wait_for_all();
+  return cudaSuccess;
+}
+// As the calls that copy or fill at once do.
+static cudaError_t wait_for_default_stream() {
   stream_of(nullptr).wait();
   return cudaSuccess;
 }
@@ -233,7 +260,7 @@ cudaError_t cudaMemsetAsync(void* to, int value, size_t num_bytes, cudaStream_t 
 }
 cudaError_t cudaMemset(void* to, int value, size_t num_bytes) {
   cudaMemsetAsync(to, value, num_bytes, nullptr);
-  return cudaDeviceSynchronize();
+  return wait_for_default_stream();
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t num_bytes, cudaMemcpyKind kind, cudaStream_t stream) {
   if (num_bytes == 0) return cudaSuccess;
@@ -248,7 +275,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t num_bytes, cudaMe
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t num_bytes, cudaMemcpyKind kind) {
   cudaMemcpyAsync(to, from, num_bytes, kind, nullptr);
-  return cudaDeviceSynchronize();
+  return wait_for_default_stream();
 }
 // In any order.
 cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const size_t* num_bytes, size_t count,

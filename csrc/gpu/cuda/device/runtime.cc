@@ -1,7 +1,11 @@
 #include "device/runtime.h"
 
+#include <chrono>
+#include <future>
+#include <memory>
 #include <stdexcept>
 
+#include "common/thread.h"
 #include "device/driver.h"
 
 namespace uccl_ep::gpu {
@@ -92,6 +96,25 @@ void synchronize(EventHandle event) { must(cudaEventSynchronize(event), "cudaEve
 void synchronize(EventHandle event, std::nothrow_t) noexcept { cudaEventSynchronize(event); }
 void synchronize(StreamHandle stream) { must(cudaStreamSynchronize(stream), "cudaStreamSynchronize"); }
 void synchronize(StreamHandle stream, std::nothrow_t) noexcept { cudaStreamSynchronize(stream); }
+
+// The runtime has no deadline, so another thread waits.
+bool wait_until_idle(int device, uint64_t usec) noexcept {
+  const auto wait = [device] {
+    cudaSetDevice(device);
+    const RelaxedCapture relaxed;
+    // In a context that an error has broken nothing runs any more.
+    const cudaError_t status = cudaDeviceSynchronize();
+    return status != cudaErrorStreamCaptureUnsupported && status != cudaErrorStreamCaptureInvalidated;
+  };
+  try {
+    auto end = std::make_shared<std::promise<bool>>();
+    std::future<bool> is_idle = end->get_future();
+    start_thread("waiting for the GPU", [wait, end] { end->set_value(wait()); }).detach();
+    return is_idle.wait_for(std::chrono::microseconds(usec)) == std::future_status::ready && is_idle.get();
+  } catch (const std::exception&) {  // no thread, no memory
+    return false;
+  }
+}
 
 std::string failure_of(StreamHandle stream) {
   const cudaError_t status = cudaStreamQuery(stream);

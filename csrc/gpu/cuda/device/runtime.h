@@ -85,6 +85,8 @@ void synchronize(EventHandle event);
 void synchronize(EventHandle event, std::nothrow_t) noexcept;
 void synchronize(StreamHandle stream);
 void synchronize(StreamHandle stream, std::nothrow_t) noexcept;
+// Waits until the device has no work, at most so long; false: it may have some.
+bool wait_until_idle(int device, uint64_t usec) noexcept;
 // The error of a stream's work: "" while all is well, or when the process ends.
 std::string failure_of(StreamHandle stream);
 

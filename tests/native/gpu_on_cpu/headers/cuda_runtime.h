@@ -17,7 +17,9 @@ enum cudaError_t {
   cudaErrorInvalidDevice = 101,
   cudaErrorNotReady = 600,
   cudaErrorLaunchFailure = 719,
-  cudaErrorNotSupported = 801
+  cudaErrorNotSupported = 801,
+  cudaErrorStreamCaptureUnsupported = 900,
+  cudaErrorStreamCaptureInvalidated = 901
 };
 using cudaStream_t = struct CpuStream*;
 using cudaEvent_t = struct CpuEvent*;
