@@ -25,15 +25,27 @@ namespace {
 // end.
 constexpr uint64_t kReservedAtOnce = 64 << 20;
 
+// As `shm_open` finds it.
+std::string path_of(const std::string& name) { return "/dev/shm" + name; }
+
+// No room, a quota or a limit of a file's size.
+bool lacks_room(int error) { return error == ENOSPC || error == EDQUOT || error == EFBIG; }
+
 [[noreturn]] void fail(const std::string& what, const std::string& name, int error, uint64_t wanted_bytes = 0) {
-  const std::string text = what + " " + name + ": " + std::strerror(error);
+  const std::string text = what + " " + path_of(name) + ": " + std::strerror(error);
   if (lacks_descriptors(error)) throw LimitFailure(HostLimit::kDescriptors, text);
-  if (error == ENOSPC) throw LimitFailure(HostLimit::kSharedMemory, text, wanted_bytes);
+  if (lacks_room(error)) throw LimitFailure(HostLimit::kSharedMemory, text, wanted_bytes);
   if (error == ENOMEM) throw LimitFailure(HostLimit::kAddressSpace, text, wanted_bytes);
   ErrorRecord record;
   record.kind = ErrorKind::kTransport;
   record.set_message(text);
   throw CommunicationFailure(record);
+}
+
+// The folder is missing, or nothing may be written there, if it is not full.
+[[noreturn]] void cannot_create(const std::string& name, int error) {
+  if (lacks_descriptors(error) || error == ENOMEM) fail("creating", name, error);
+  throw LimitFailure(HostLimit::kSharedMemory, "creating " + path_of(name) + ": " + std::strerror(error));
 }
 
 // Maps that ranks of this process share, by name. With one for each pair of ranks the kernel's work, and the number of
@@ -95,13 +107,13 @@ Mapping Mapping::create() {
 Mapping Mapping::create_unlocked() {
   uint64_t words[2];
   if (getrandom(words, sizeof(words), 0) != static_cast<ssize_t>(sizeof(words)))
-    fail("no random name for", "shared memory", errno);
+    fail("no random name for shared memory in", "", errno);
   char name[64];
   std::snprintf(name, sizeof(name), "/uccl_ep.%d.%016" PRIx64 "%016" PRIx64, static_cast<int>(getpid()), words[0],
                 words[1]);
   Mapping mapping;
   mapping.fd_ = shm_open(name, O_RDWR | O_CREAT | O_EXCL, 0600);
-  if (mapping.fd_ < 0) fail("creating", name, errno);
+  if (mapping.fd_ < 0) cannot_create(name, errno);
   mapping.name_ = name;
   mapping.named_by_us_ = true;
   return mapping;
@@ -170,10 +182,10 @@ void Mapping::reserve(uint64_t offset, uint64_t num_bytes) {
     const uint64_t piece = std::min(num_bytes - done, kReservedAtOnce);
     const int error = posix_fallocate(fd_, static_cast<off_t>(offset + done), static_cast<off_t>(piece));
     if (error == EINTR) continue;
-    if (error == ENOSPC || error == ENOMEM)  // a full file system, or a cgroup's memory
+    if (error == ENOMEM)  // a cgroup's memory
       throw LimitFailure(HostLimit::kSharedMemory,
-                         sized("reserving", num_bytes) + " " + name_ + ": " + std::strerror(error), num_bytes);
-    if (error != 0) fail(sized("reserving", num_bytes), name_, error);
+                         sized("reserving", num_bytes) + " " + path_of(name_) + ": " + std::strerror(error), num_bytes);
+    if (error != 0) fail(sized("reserving", num_bytes), name_, error, num_bytes);
     done += piece;
   }
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from tests.unit.doctor_cases import APART, MIB, NODE0, OPTIONS, PAIR, alone, both, levels, the
 from uccl_ep_train import memory_plan
+from uccl_ep_train.common import limits as common_limits
 from uccl_ep_train.tools.doctor import environment, gpus, layout, limits, memory, versions
 from uccl_ep_train.tools.doctor.findings import FIX, OK, WARNING, Group
 
@@ -187,6 +189,17 @@ def test_the_real_dev_shm_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     facts = memory.look(alone())
     assert facts["shm_free_bytes"] == 64 << 10
     assert levels(memory.judge(Group((NODE0,)), {0: facts}, OPTIONS)) == [FIX]
+
+
+def test_a_machine_without_dev_shm_is_told_to_mount_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for module in (memory, common_limits):
+        monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path / "none")
+    facts = json.loads(json.dumps(memory.look(alone())))
+    finding = the(memory.judge(Group((NODE0,)), {0: facts}, OPTIONS))
+    assert finding.level == FIX and finding.text == f"{tmp_path / 'none'}: No such file or directory"
+    assert finding.remedy.startswith("Mount it: mount -t tmpfs")
 
 
 def test_a_cgroup_or_a_gpu_without_room_is_said() -> None:

@@ -163,17 +163,17 @@ def test_with_descriptors_the_two_are_one_domain() -> None:
 # ---------------------------------------------------------------------------------------- shared memory
 
 
-def in_small_memory(command: str) -> tuple[str, ...]:
-    """A prefix that runs a program with a /dev/shm of 1 MiB, after a shell command."""
+def with_memory(options: str, command: str = "true") -> tuple[str, ...]:
+    """A prefix that runs a program with a /dev/shm mounted so, after a shell command."""
     prefix = ("unshare", "-m") if os.getuid() == 0 else ("unshare", "-rm")
-    mount = "mount -t tmpfs -o size=1m tmpfs /dev/shm"
+    mount = f"mount -t tmpfs -o {options} tmpfs /dev/shm"
     if shutil.which("unshare") is None or subprocess.run([*prefix, "sh", "-c", mount]).returncode != 0:
         pytest.skip("this system lets nobody mount a /dev/shm of his own")
     return (*prefix, "sh", "-c", f'{mount} && {command} && exec "$@"', "sh")
 
 
 def test_a_shared_memory_that_is_too_small_is_said_and_is_no_bus_error() -> None:
-    said = alone(NO_LIMIT, budget=8 << 20, prefix=in_small_memory("true"))
+    said = alone(NO_LIMIT, budget=8 << 20, prefix=with_memory("size=1m"))
     assert said.startswith("ConfigError reserving "), said
     assert "/dev/shm has " in said and " of 1048576 bytes free, " in said and "--shm-size" in said
     wanted = int(said.partition("reserving ")[2].split()[0])
@@ -181,7 +181,56 @@ def test_a_shared_memory_that_is_too_small_is_said_and_is_no_bus_error() -> None
 
 
 def test_a_shared_memory_that_is_full_is_said_of_the_first_segment() -> None:
-    prefix = in_small_memory("! cat /dev/zero 2>&1 >/dev/shm/full | grep -q nothing")
+    prefix = with_memory("size=1m", "! cat /dev/zero 2>&1 >/dev/shm/full | grep -q nothing")
     said = alone(NO_LIMIT, prefix=prefix)
     assert said.startswith("ConfigError reserving "), said
     assert "/dev/shm has 0 of 1048576 bytes free" in said and "--shm-size" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "why", "remedy"),
+    [
+        ("ro", "Read-only file system: /dev/shm is mounted read-only", "mount -o remount,rw /dev/shm"),
+        ("nr_inodes=1", "/dev/shm has no file left of its 1 inodes", "mount -o remount,nr_inodes="),
+    ],
+)
+def test_a_shared_memory_that_takes_no_file_is_said_with_what_mends_it(
+    options: str, why: str, remedy: str
+) -> None:
+    said = alone(NO_LIMIT, prefix=with_memory(options))
+    assert said.startswith("ConfigError creating /dev/shm/uccl_ep."), said
+    assert why in said and remedy in said and "shm-size" not in said
+
+
+def test_a_limit_of_the_size_of_files_is_named() -> None:
+    limited = "def limit(): resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))"
+    said = alone(limited, step="configuration")
+    assert said.startswith("ConfigError sizing to "), said
+    assert "ulimit -f allows files of 1048576 bytes, " in said and "ulimit -f unlimited" in said
+
+
+@pytest.mark.parametrize(
+    ("where", "why", "remedy"),
+    [
+        ("none", "No such file or directory", "Mount it: mount -t tmpfs"),
+        ("file", "is no folder", "Remove it"),
+    ],
+)
+def test_without_a_folder_of_shared_memory_it_is_to_be_mounted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str, why: str, remedy: str
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(limits, "SHARED_MEMORY", tmp_path / where)
+    said = limits.shared_memory(0)
+    assert str(tmp_path / where) in said and why in said and remedy in said and "Docker: --ipc=" in said
+
+
+def test_a_shared_memory_without_the_right_to_write_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o755)
+    monkeypatch.setattr(limits, "SHARED_MEMORY", tmp_path)
+    assert limits.shared_memory_fault() is None
+    monkeypatch.setattr(limits.os, "access", lambda *_, **__: False)
+    said = limits.shared_memory(0)
+    assert f"may not write to {tmp_path} (mode 755, of user {os.getuid()})" in said and "chmod 1777" in said

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from uccl_ep_train.errors import ConfigError
 
@@ -100,16 +102,52 @@ def descriptors() -> str:
 
 def shared_memory(wanted_bytes: int) -> str:
     """What there is of shared memory."""
-    try:
-        info = os.statvfs(SHARED_MEMORY)
-        free, size = info.f_bavail * info.f_frsize, info.f_blocks * info.f_frsize
-        said = f"{SHARED_MEMORY} has {free} of {size} bytes free{_wanted(wanted_bytes)}"
-    except OSError as error:
-        said = f"{SHARED_MEMORY}: {error.strerror}{_wanted(wanted_bytes)}"
+    if fault := shared_memory_fault():
+        return f"{fault.text}{_wanted(wanted_bytes)}. {fault.remedy}"
+    largest = limit_of(resource.RLIMIT_FSIZE)
+    if largest != UNLIMITED and wanted_bytes > largest:
+        return (
+            f"ulimit -f allows files of {largest} bytes{_wanted(wanted_bytes)}. Raise it: ulimit -f unlimited"
+        )
+    info = os.statvfs(SHARED_MEMORY)
+    free, size = info.f_bavail * info.f_frsize, info.f_blocks * info.f_frsize
     return (
-        f"{said}. Start the container with a larger --shm-size, or: mount -o remount,size=64G "
-        f"{SHARED_MEMORY}. `memory_plan` says what a buffer takes, a lower budget_bytes makes it less"
+        f"{SHARED_MEMORY} has {free} of {size} bytes free{_wanted(wanted_bytes)}. Start the container with a "
+        f"larger --shm-size, or: mount -o remount,size=64G {SHARED_MEMORY}. `memory_plan` says what a buffer "
+        "takes, a lower budget_bytes makes it less"
     )
+
+
+class Fault(NamedTuple):
+    """What is wrong on this host, and what mends it."""
+
+    text: str
+    remedy: str
+
+
+def shared_memory_fault() -> Fault | None:
+    """Why no segment can be made, whatever its size; None: nothing speaks against it."""
+    mount = f"mount -t tmpfs -o size=64G tmpfs {SHARED_MEMORY}. Docker: --ipc=private, not none"
+    try:
+        space, folder = os.statvfs(SHARED_MEMORY), os.stat(SHARED_MEMORY)
+    except OSError as error:
+        return Fault(f"{SHARED_MEMORY}: {error.strerror}", f"Mount it: {mount}")
+    if not stat.S_ISDIR(folder.st_mode):
+        return Fault(f"{SHARED_MEMORY} is no folder", f"Remove it, make a folder and mount it: {mount}")
+    if space.f_flag & os.ST_RDONLY:
+        container = f"Kubernetes: an emptyDir with medium: Memory at {SHARED_MEMORY}, without readOnly"
+        return Fault(
+            f"{SHARED_MEMORY} is mounted read-only", f"mount -o remount,rw {SHARED_MEMORY}. {container}"
+        )
+    if not os.access(SHARED_MEMORY, os.W_OK | os.X_OK, effective_ids=True):
+        said = f"mode {stat.S_IMODE(folder.st_mode):o}, of user {folder.st_uid}"
+        return Fault(
+            f"user {os.geteuid()} may not write to {SHARED_MEMORY} ({said})", f"chmod 1777 {SHARED_MEMORY}"
+        )
+    if space.f_files and not space.f_favail:
+        text = f"{SHARED_MEMORY} has no file left of its {space.f_files} inodes"
+        return Fault(text, f"mount -o remount,nr_inodes=1m {SHARED_MEMORY}, or remove files there")
+    return None
 
 
 def address_space() -> str:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from uccl_ep_train.common.limits import SHARED_MEMORY, UNLIMITED
+from uccl_ep_train.common.limits import SHARED_MEMORY, UNLIMITED, shared_memory_fault
 from uccl_ep_train.core import cuda
 from uccl_ep_train.core.stats import MemoryPlan, memory_plan
 from uccl_ep_train.tools.doctor.findings import Facts, Finding, Group, Said, each, fine, fix
@@ -23,9 +23,10 @@ def look(here: Here) -> dict[str, Any]:
     config = here.usable_config() if here.settled is None else here.settled.config
     plan = memory_plan(config, here.topology(), here.group.index(here.me.rank))
     facts = split(plan, on_gpu=cuda.choose_device(config).type == "cuda")
-    space = os.statvfs(SHARED_MEMORY)
-    facts["shm_free_bytes"] = space.f_bavail * space.f_frsize
-    facts["shm_total_bytes"] = space.f_blocks * space.f_frsize
+    facts["shm_fault"] = shared_memory_fault()
+    space = None if facts["shm_fault"] else os.statvfs(SHARED_MEMORY)
+    facts["shm_free_bytes"] = space.f_bavail * space.f_frsize if space else 0
+    facts["shm_total_bytes"] = space.f_blocks * space.f_frsize if space else 0
     facts["memory_left_bytes"] = cgroup_limits()["memory_left_bytes"]
     facts["gpu_free_bytes"] = UNLIMITED
     if here.gpu >= 0:
@@ -65,6 +66,9 @@ def judge(group: Group, facts: Mapping[int, Facts], options: Options) -> list[Fi
 
 
 def _shared(seen: Facts, need: int, ranks: int) -> list[Said]:
+    if seen["shm_fault"]:
+        text, remedy = seen["shm_fault"]
+        return [fix(text, remedy)]
     free, total = seen["shm_free_bytes"], seen["shm_total_bytes"]
     if need <= free:
         return []
