@@ -20,6 +20,7 @@ from uccl_ep_train.api.buffer import Buffer
 from uccl_ep_train.common.handle import Fp8Rows
 from uccl_ep_train.common.opaque import opaque_methods
 from uccl_ep_train.common.slots import SlotHandle, SlotRows, SlotStatistics, SlotWireName
+from uccl_ep_train.common.uncopied import Uncopied
 from uccl_ep_train.core.low_latency import SlotEngine, SlotWire
 from uccl_ep_train.core.slot_checks import SlotChecks
 from uccl_ep_train.errors import ConfigError, DtypeError, InputError
@@ -36,10 +37,12 @@ Result = TypeVar("Result")
 
 
 @opaque_methods
-class Sent(Generic[Result]):
+class Sent(Uncopied, Generic[Result]):
     """An operation whose rows are under way. No kernel of it runs until `receive`; on CPUs threads of the
     buffer send, and what others need of this rank comes.
     """
+
+    instead = "its receive(), once"
 
     def __init__(self, queue: deque[Sent[Result]], result: Result, receive: Callable[[], None]) -> None:
         self.result = result
@@ -64,7 +67,7 @@ class Sent(Generic[Result]):
 
 
 @opaque_methods
-class LowLatency:
+class LowLatency(Uncopied):
     """The low-latency calls of one buffer.
 
     buffer  of `EpConfig(low_latency_tokens=M, low_latency_topk=K)`, on all ranks

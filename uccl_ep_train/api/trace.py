@@ -36,6 +36,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from uccl_ep_train.common.command_line import output_file, run
+from uccl_ep_train.common.uncopied import Uncopied
 from uccl_ep_train.errors import DtypeError, InputError
 from uccl_ep_train.settings.checks import integer
 
@@ -61,7 +62,7 @@ class _Event(NamedTuple):
     end: int
 
 
-class Trace:
+class Trace(Uncopied):
     """What `Buffer.trace` returns; a context manager.
 
     path         of this rank's file

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from uccl_ep_train.common.opaque import opaque_methods
+from uccl_ep_train.common.uncopied import Frozen
 from uccl_ep_train.errors import DtypeError
 
 LayoutName = Literal["expert_major", "compact"]
@@ -79,7 +80,7 @@ class RowLayout(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 @opaque_methods
-class DispatchHandle:
+class DispatchHandle(Frozen):
     """The plan of one dispatch: needed by `combine`, and by later dispatches with the same routing.
 
     A handle belongs to its buffer and holds at most 16 bytes per pair sent or received. On a GPU its memory

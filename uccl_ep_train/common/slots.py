@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, get_args
 from torch import Tensor
 
 from uccl_ep_train.common.handle import Fp8Rows
+from uccl_ep_train.common.uncopied import Frozen
 
 SlotWireName = Literal["bf16", "fp8", "fp8_fp32"]
 WIRE_NAMES: tuple[str, ...] = get_args(SlotWireName)
@@ -20,7 +21,7 @@ COUNT_BITS = 32
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SlotHandle:
+class SlotHandle(Frozen):
     """What a combine needs of its low-latency dispatch. Frozen; belongs to the object that made it.
 
     source_tokens  [L, R * M] int32: of each row, its token's index at the source. Undefined beyond the count

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from uccl_ep_train.common.handle import DispatchHandle, Fp8Rows, RowLayout
+from uccl_ep_train.common.uncopied import Uncopied
 from uccl_ep_train.core import autograd, routing
 from uccl_ep_train.core.tensors import check_mode
 from uccl_ep_train.errors import ClosedError, CommunicationError, EpError, InputError, told
@@ -33,7 +34,7 @@ class Queue(Protocol):
     def fail(self, why: str) -> None: ...
 
 
-class Call:
+class Call(Uncopied):
     """A call until it is queued. An error in it either counts as the call, or fails all ranks.
 
     Operations pair up by their order. A rank that raises before its operation is queued, and continues, is

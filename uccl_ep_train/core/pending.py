@@ -16,6 +16,7 @@ from torch import Tensor
 
 from uccl_ep_train.common.handle import DispatchHandle, DispatchResult, NativeOp
 from uccl_ep_train.common.opaque import opaque_methods
+from uccl_ep_train.common.uncopied import Uncopied
 from uccl_ep_train.errors import EpError
 
 Result = TypeVar("Result")
@@ -84,8 +85,10 @@ class InFlight:
 
 
 @opaque_methods
-class _Pending(Generic[Result]):
+class _Pending(Uncopied, Generic[Result]):
     """One launched operation. `finish` waits for the engine and returns the result."""
+
+    instead = "its wait(), on any thread, which gives all callers the same result"
 
     def __init__(self, native: NativeOp, finish: Callable[[], Result]) -> None:
         self._native = native

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from uccl_ep_train.api.weights import combine_weights
 from uccl_ep_train.common.opaque import opaque_methods
+from uccl_ep_train.common.uncopied import Uncopied
 from uccl_ep_train.core import topk
 from uccl_ep_train.deep_ep.checks import MOST_SMS, check, check_experts, check_number, check_topk, columns_of
 from uccl_ep_train.deep_ep.config import CONFIGURED_RANKS, RANKS_OF_NODE, Config, Runtime, check_config
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @opaque_methods
-class Buffer(LowLatencyCalls):
+class Buffer(LowLatencyCalls, Uncopied):
     """One rank's end, for a group of ranks.
 
     group                          its ranks

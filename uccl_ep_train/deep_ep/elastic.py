@@ -19,6 +19,7 @@ from torch import Tensor
 
 from uccl_ep_train.api.buffer import Buffer as Engine
 from uccl_ep_train.common.opaque import opaque_methods
+from uccl_ep_train.common.uncopied import Uncopied
 from uccl_ep_train.core.routing import check_combine_rows
 from uccl_ep_train.deep_ep.checks import MOST_SMS, check, check_experts, check_number, columns_of
 from uccl_ep_train.deep_ep.config import DEFAULT_BYTES, RANKS_OF_NODE
@@ -50,7 +51,7 @@ def _ignored(*_: object, **__: object) -> None:
 
 
 @opaque_methods
-class ElasticBuffer:
+class ElasticBuffer(Uncopied):
     """One rank's end, for a group of ranks.
 
     group                        its ranks

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
+from uccl_ep_train.common.uncopied import Uncopied
 from uccl_ep_train.core.topology import Topology
 from uccl_ep_train.errors import (
     ArrivalTimeout,
@@ -69,7 +70,7 @@ class Bootstrap(Protocol):
         ...
 
 
-class _SteppedBootstrap:
+class _SteppedBootstrap(Uncopied):
     """all_gather and barrier from two primitives: post this rank's frame of a step, collect all frames."""
 
     def __init__(self, rank: int, size: int, timeout_s: float) -> None:
@@ -288,6 +289,8 @@ class _LocalRoom:
 
 class LocalBootstrap(_SteppedBootstrap):
     """For ranks that are threads of one process: `LocalBootstrap.create(n)` gives one per rank."""
+
+    instead = "ranks that are threads of its process"
 
     def __init__(self, room: _LocalRoom, rank: int, timeout_s: float) -> None:
         super().__init__(rank, room.size, timeout_s)
