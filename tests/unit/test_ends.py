@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from tests.unit.by_hand import outcome, together
+from tests.unit.by_hand import SETTINGS, outcome, together
+from uccl_ep_train import Buffer, EpConfig
 from uccl_ep_train.errors import ArrivalTimeout, PeerDied, PeerFailed, TransportError
+from uccl_ep_train.group import lifecycle
 from uccl_ep_train.group.bootstrap import StoreBootstrap, exchange
 from uccl_ep_train.group.presence import Presence, meet
 
@@ -99,6 +102,46 @@ def test_a_rank_that_gives_up_says_so() -> None:
     assert isinstance(error, PeerFailed) and error.peer == 1
     assert str(error) == "creation, allocate: rank 1 gave up by KeyboardInterrupt: "
     assert time.monotonic() - started < AT_ONCE_S
+
+
+def test_a_rank_that_gives_up_between_two_steps_of_a_creation_says_so_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C while it waits for nobody: the others waited for the deadline."""
+    first, second = bootstraps(2)
+    check, here = lifecycle.transport.check_domains, threading.get_ident()
+
+    def interrupted(*given: Any) -> None:
+        if threading.get_ident() == here:
+            raise KeyboardInterrupt
+        check(*given)
+
+    monkeypatch.setattr(lifecycle.transport, "check_domains", interrupted)
+    started = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(outcome, lambda: Buffer(None, EpConfig(**SETTINGS), bootstrap=first))
+        with pytest.raises(KeyboardInterrupt):
+            Buffer(None, EpConfig(**SETTINGS), bootstrap=second)
+        error = other.result()
+    assert isinstance(error, PeerFailed) and error.peer == 1
+    assert "rank 1 gave up by KeyboardInterrupt" in str(error)
+    assert time.monotonic() - started < AT_ONCE_S
+
+
+@pytest.mark.parametrize(
+    ("own", "seen"),
+    [(TransportError("opening memory: no such file"), PeerFailed), (ValueError("x"), ValueError)],
+)
+def test_what_a_rank_took_along_is_not_the_cause(own: Exception, seen: type[Exception]) -> None:
+    """Control: another failure of a rank's own is its error still."""
+    first, second = bootstraps(2)
+
+    def fail(error: BaseException) -> bytes:
+        raise error
+
+    with pytest.raises(KeyboardInterrupt):
+        exchange(second, "connect", lambda: fail(KeyboardInterrupt()))
+    assert type(outcome(lambda: exchange(first, "connect", lambda: fail(own)))) is seen
 
 
 def test_the_first_that_ran_out_of_patience_names_the_cause_for_all() -> None:

@@ -66,10 +66,7 @@ class Buffer(Uncopied):
     ) -> None:
         if not isinstance(config, EpConfig):
             raise DtypeError(f"config is {type(config).__name__}; allowed is an EpConfig")
-        meeting = bootstrap or TorchBootstrap(group, timeout_s=config.deadlines.arrival_timeout_s)
         self.config = config
-        self.rank = meeting.rank
-        self.num_ranks = meeting.size
         self._clock = CallClock()
         self._in_flight = InFlight()
         self._owner = object()  # Marks this buffer's handles without keeping the buffer alive.
@@ -77,6 +74,9 @@ class Buffer(Uncopied):
         self._closed = False
         self._pid = os.getpid()
         self._last_stats: dict[str, float] = {}
+        meeting = bootstrap or TorchBootstrap(group, timeout_s=config.deadlines.arrival_timeout_s)
+        self.rank = meeting.rank
+        self.num_ranks = meeting.size
         self.topology, self.device, self._settled, self.nics, self._engine, self._ranks = create_engine(
             meeting, config
         )

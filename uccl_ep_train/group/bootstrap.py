@@ -21,6 +21,7 @@ from uccl_ep_train.errors import (
     ArrivalTimeout,
     CommunicationError,
     ConfigError,
+    PeerDied,
     PeerFailed,
     RankMismatchError,
     TransportError,
@@ -326,6 +327,13 @@ class LocalBootstrap(_SteppedBootstrap):
             return [frame for frame in frames if frame is not None]
 
 
+def give_up(bootstrap: Bootstrap, error: BaseException) -> None:
+    """Tells the ranks that wait for this one that it will not come, if the bootstrap can."""
+    leave = getattr(bootstrap, "leave", None)
+    if leave is not None:
+        leave(error)
+
+
 def exchange(bootstrap: Bootstrap, what: str, produce: Callable[[], bytes]) -> list[bytes]:
     """Runs `produce` on each rank and gathers the results; if it fails on one, all ranks raise at once.
 
@@ -340,18 +348,18 @@ def exchange(bootstrap: Bootstrap, what: str, produce: Callable[[], bytes]) -> l
         failure = error
         payload = b"-" + json.dumps([type(error).__name__, str(error)]).encode()
     except BaseException as error:  # Ctrl-C: this rank stops waiting
-        leave = getattr(bootstrap, "leave", None)
-        if leave is not None:
-            leave(error)
+        give_up(bootstrap, error)
         raise
     try:
         answers = bootstrap.all_gather(payload, what)
         if failure is not None:
             raise failure
-    except CommunicationError:
-        if failure is not None:
-            raise failure from None
-        raise
+    except CommunicationError as error:
+        # What a rank takes along when it ends is missed here, which is not the cause.
+        left = isinstance(error, (PeerDied, PeerFailed)) and isinstance(failure, CommunicationError)
+        if failure is None or left:
+            raise
+        raise failure from None
     finally:
         # An exception that its own traceback leads back to would keep all that its frames hold, memory of an
         # engine among it, until the next garbage collection.

@@ -23,7 +23,7 @@ from uccl_ep_train.core.topology import Topology
 from uccl_ep_train.errors import ClosedError, CommunicationError, told
 from uccl_ep_train.group import leftovers, transport, windows
 from uccl_ep_train.group.answers import require
-from uccl_ep_train.group.bootstrap import Bootstrap, exchange
+from uccl_ep_train.group.bootstrap import Bootstrap, exchange, give_up
 from uccl_ep_train.group.domains import Handshake, agree_on_config, are_set, found
 from uccl_ep_train.group.patience import PatientTimer
 from uccl_ep_train.group.presence import Presences, meet
@@ -176,9 +176,9 @@ def create_engine(bootstrap: Bootstrap, config: EpConfig) -> Created:
         created[0].start()
         return b""
 
-    drop_outlived()
-    leftovers.sweep()
     try:
+        drop_outlived()
+        leftovers.sweep()
         generation, topology, device, settled, nics, _, ranks = settle_config(bootstrap, config)
         handles += exchange(bootstrap, "allocate", allocate)
         exchange(bootstrap, "connect", connect)
@@ -186,7 +186,9 @@ def create_engine(bootstrap: Bootstrap, config: EpConfig) -> Created:
             exchange(bootstrap, "share memory", share_memory)
         # `start` removes the names of the shared memory, which all ranks have mapped by now.
         exchange(bootstrap, "start", start)
-    except BaseException:
+    except BaseException as error:
+        if not isinstance(error, Exception):  # Ctrl-C between two exchanges, which nobody else knows of
+            give_up(bootstrap, error)
         # Popped, because the traceback keeps `created` alive; an engine frees its memory when it is
         # collected.
         while created:
