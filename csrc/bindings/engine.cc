@@ -274,6 +274,13 @@ void close(Engine& self, bool abort) {
   close_with_signals([&] { self.close(abort); }, [&] { self.fail("was interrupted while it closed its buffer"); });
 }
 
+// The engine of a parent process, inherited by fork, must never end here: its end would stop threads that do not exist,
+// and tell the ranks of the parent that it leaves.
+void never_end(std::shared_ptr<Engine> self) {
+  static auto* const kept = new std::vector<std::shared_ptr<Engine>>;
+  kept->push_back(std::move(self));
+}
+
 }  // namespace
 
 void bind_engine(py::module_& m) {
@@ -293,7 +300,8 @@ void bind_engine(py::module_& m) {
       .def("start_trace", &Engine::start_trace, "max_events"_a, Release())
       .def("stop_trace", &stop_trace)
       .def("stats", &stats)
-      .def("close", &close, "abort"_a = false);
+      .def("close", &close, "abort"_a = false)
+      .def("never_end", &never_end);
   py::class_<HostEngine, Engine, std::shared_ptr<HostEngine>>(m, "HostEngine")
       .def(py::init<const EngineConfig&>(), "config"_a, Release());
 }

@@ -40,6 +40,7 @@ from uccl_ep_train.errors import (
     PlanMismatchError,
     RankMismatchError,
 )
+from uccl_ep_train.group.lifecycle import check_live_buffers
 
 
 @pytest.fixture(autouse=True)
@@ -311,20 +312,22 @@ def test_a_forked_child_is_told_that_a_buffer_is_not_its_own() -> None:
         try:
             signal.alarm(20)
             combine = functools.partial(buffers[0].combine, rows[0], handles[0])
-            for call in (functools.partial(dispatch, buffers[0]), combine, pending[0].wait):
+            calls = functools.partial(dispatch, buffers[0]), combine, pending[0].wait
+            for call in (*calls, buffers[0].check, buffers[0].stats):
                 with pytest.raises(ClosedError, match="was forked"):
                     call()
                 refused += 1
+            check_live_buffers()  # before each step of an optimizer, which are not those of the parent
             buffers[0].close()
         finally:
             os._exit(refused)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
     assert all(entry.wait().shape == (T, H) for entry in pending)
     close(buffers)
 
 
-EXIT = """
-import torch
+MAKE = """
+import os, signal, sys, torch
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from uccl_ep_train import Buffer, EpConfig, LocalBootstrap
@@ -334,15 +337,33 @@ with ThreadPoolExecutor(2) as pool:
 x, idx = torch.ones(4, 128, dtype=torch.bfloat16), torch.zeros(4, 1, dtype=torch.int64)
 with ThreadPoolExecutor(2) as pool:
     results = list(pool.map(lambda b: b.dispatch(x, idx), buffers))
+"""
+EXIT = """
 pending = buffers[0].combine_async(results[0].rows, results[0].handle)  # Its peer never comes.
 print("leaving")
 """
+FORK = """
+import uccl_ep_train.api.operators  # with it, the interpreter empties modules before it drops what they hold
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    sys.exit(5)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+with ThreadPoolExecutor(2) as pool:
+    list(pool.map(lambda b: b.dispatch(x, idx), buffers))
+    list(pool.map(lambda b: b.close(), buffers))
+print("unharmed")
+"""
 
 
-def test_the_interpreter_exits_with_open_buffers_and_pending_operations() -> None:
+@pytest.mark.parametrize(("program", "says"), [(EXIT, "leaving"), (FORK, "unharmed")], ids=["exit", "fork"])
+def test_the_interpreter_exits_with_open_buffers_also_with_those_of_its_parent(
+    program: str, says: str
+) -> None:
+    """With pending operations, too. The end of a forked process hung, and told the parent's peers to stop."""
     with subprocess.Popen(
-        [sys.executable, "-c", EXIT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", MAKE + program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as child:
         said = child.communicate(timeout=100)
-    assert (child.returncode, *said) == (0, "leaving\n", "")
+    assert (child.returncode, *said) == (0, f"{says}\n", "")
     assert shared_memory(child.pid) == set()

@@ -304,6 +304,7 @@ class Buffer(Uncopied):
             raise self._error.again()
         if self._closed:
             return
+        require_own(self._pid)
         try:
             self._engine.check()
         except CommunicationError as error:
@@ -322,9 +323,9 @@ class Buffer(Uncopied):
             self._engine.wake()
 
     def stats(self) -> dict[str, float]:
-        """Counters since creation by name (`stats.py` defines them); after `close` the final values.
-        `stats.format_stats` prints them.
-        """
+        """Counters since creation (`stats.py`); after `close` the last. `stats.format_stats` prints them."""
+        if not self._closed:
+            require_own(self._pid)
         return {**(self._last_stats if self._closed else self._engine.stats()), **self._clock.read()}
 
     def trace(self, path: str | os.PathLike[str], *, max_events: int = DEFAULT_EVENTS) -> Trace:
@@ -377,7 +378,6 @@ class Buffer(Uncopied):
         return f"Buffer(rank {self.rank}, {about}, {self.config.wire.dispatch_dtype} dispatch, {state})"
 
     def _ready(self) -> None:
-        require_own(self._pid)
         if self._closed:
             raise ClosedError("the buffer is closed")
         self.check()

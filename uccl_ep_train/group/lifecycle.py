@@ -202,11 +202,6 @@ def create_engine(bootstrap: Bootstrap, config: EpConfig) -> Created:
     return Created(topology, device, settled, nics, created[0], ranks)
 
 
-# Engines of a parent process, inherited by fork: their threads do not exist here and their memory is the
-# parent's.
-_inherited: list[Any] = []
-
-
 def require_own(process_id: int) -> None:
     """Raises `ClosedError` in a process forked from the one that created the buffer."""
     if os.getpid() != process_id:
@@ -231,7 +226,7 @@ LEAVE_GRACE_S = 2.0
 def abandon(engine: Any, in_flight: InFlight, process_id: int) -> None:
     """Runs when an unclosed buffer is collected or the interpreter exits: waits briefly."""
     if os.getpid() != process_id:
-        _inherited.append((engine, in_flight))
+        engine.never_end()
         return
     in_flight.prune()
     # An exception ended the program: tell peers at once.
@@ -300,6 +295,15 @@ class Checked(Protocol):
 _live: weakref.WeakKeyDictionary[Any, GroupLife | None] = weakref.WeakKeyDictionary()
 _hook_lock = threading.Lock()
 _hooked = False
+
+
+def _forget_live() -> None:
+    """In a forked process: the buffers are the parent's, and a thread that is not here may hold the lock."""
+    global _live, _hook_lock
+    _live, _hook_lock = weakref.WeakKeyDictionary(), threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_live)
 
 
 def watch_optimizers(buffer: Checked, life: GroupLife | None) -> None:
