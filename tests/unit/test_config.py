@@ -99,6 +99,19 @@ def test_a_bad_value_is_named_with_what_is_allowed(name, value):
     assert message == f"{name} = {value!r}: allowed is {ALL_SETTINGS[name].info.allowed}"
 
 
+@pytest.mark.parametrize(
+    "value",
+    ["x" * 100_000, list(range(100_000)), 10**5000, [10**5000]],
+    ids=["text", "list", "integer", "digits"],
+)
+def test_a_value_too_long_to_print_is_refused_by_the_same_error(value):
+    """Python prints no integer of more than 4,300 digits."""
+    for name in ALL_SETTINGS:
+        with pytest.raises(ConfigError) as caught:
+            EpConfig(**(BASE | {name: value}))
+        assert str(caught.value).startswith(f"{name} = ") and len(str(caught.value)) < 500
+
+
 def test_every_field_has_a_bad_value_above():
     assert {name for name, _ in BAD} == set(ALL_SETTINGS)
 

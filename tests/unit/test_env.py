@@ -11,7 +11,7 @@ import pytest
 from uccl_ep_train import EpConfig
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.settings import env
-from uccl_ep_train.settings.variables import VARIABLES
+from uccl_ep_train.settings.variables import VARIABLES, table
 
 BASE = {"num_experts": 8, "hidden": 256}
 
@@ -153,6 +153,38 @@ def test_the_table_shows_what_would_be_refused():
     assert cells["UCCL_IB_SL"][0] == "16 (refused: allowed is -1 (the NIC family's) .. 15)"
     assert cells["UCCL_EP_NUM_SMS"][0] == "many (refused: allowed is 1 .. 1024)"
     assert cells["UCCL_IB_TC"][0] == "refused: UCCL_EP_IB_TRAFFIC_CLASS and UCCL_IB_TC differ"
+
+
+LONG = "7" * 100_000  # the kernel allows 128 KiB
+CUT = 1000
+
+
+@pytest.mark.parametrize(
+    "text", [LONG, LONG.replace("77", "7,"), LONG.replace("77", "x/")], ids=["digits", "numbers", "path"]
+)
+def test_a_long_value_is_cut_where_it_is_refused_and_in_the_table(monkeypatch, text):
+    for variable in VARIABLES:
+        with monkeypatch.context() as set_for:
+            set_for.setenv(variable.name, text)
+            warnings.simplefilter("ignore")
+            try:
+                said = EpConfig.from_env(**BASE).describe()
+            except ConfigError as error:
+                said = str(error)
+                assert variable.name in said
+            assert max(map(len, [*said.splitlines(), *table().splitlines()])) < CUT, variable.name
+
+
+def test_a_value_with_line_breaks_stays_in_its_line_of_the_table():
+    assert printed(UCCL_EP_WINDOWS_FILE="a\nb")["UCCL_EP_WINDOWS_FILE"][0] == repr("a\nb")
+
+
+def test_two_long_values_of_one_setting_are_cut(monkeypatch):
+    monkeypatch.setenv("UCCL_EP_NET_INTERFACE", "a" * 100_000)
+    monkeypatch.setenv("UCCL_SOCKET_IFNAME", "b" * 100_000)
+    with pytest.raises(ConfigError, match="both set net_interface") as caught:
+        EpConfig.from_env(**BASE)
+    assert len(str(caught.value)) < CUT
 
 
 def test_the_module_runs_without_the_package():

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from uccl_ep_train.api.buffer import Buffer
 from uccl_ep_train.common.handle import DispatchHandle
+from uccl_ep_train.common.shown import shown
 from uccl_ep_train.core import autograd
 from uccl_ep_train.core.routing import MAX_TOKENS
 from uccl_ep_train.errors import ClosedError, DtypeError, InputError, ShapeError
@@ -97,7 +98,7 @@ class Operators:
         expert_alignment = _checked("expert_alignment", expert_alignment, 1 << 20)
         max_tokens = None if max_tokens is None else _checked("max_tokens", max_tokens, MAX_TOKENS)
         if dispatch_dtype not in (None, "fp8", "bf16", "fp8_pow2", "fp8_fp32"):
-            raise InputError(f"dispatch_dtype = {dispatch_dtype!r}; allowed is 'fp8' | 'bf16'")
+            raise InputError(f"dispatch_dtype = {shown(dispatch_dtype)}; allowed is 'fp8' | 'bf16'")
         self.buffer = _number(buffer)
         self.capacity = capacity
         self.expert_alignment = expert_alignment
@@ -170,7 +171,7 @@ def _checked(name: str, value: object, most: int) -> int:
     try:
         return integer(1, most).check(value)
     except (TypeError, ValueError):
-        raise InputError(f"{name} = {value!r}; allowed is 1 .. {most}") from None
+        raise InputError(f"{name} = {shown(value)}; allowed is 1 .. {most}") from None
 
 
 def _is_forward_mode() -> bool:

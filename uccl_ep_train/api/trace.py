@@ -36,6 +36,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from uccl_ep_train.common.command_line import output_file, run
+from uccl_ep_train.common.shown import shown
 from uccl_ep_train.common.uncopied import Uncopied
 from uccl_ep_train.errors import DtypeError, InputError
 from uccl_ep_train.settings.checks import integer
@@ -75,7 +76,7 @@ class Trace(Uncopied):
         try:
             most = integer(1, MAX_EVENTS).check(max_events)
         except (TypeError, ValueError):
-            raise InputError(f"max_events = {max_events!r}: allowed 1 to {MAX_EVENTS}") from None
+            raise InputError(f"max_events = {shown(max_events)}: allowed 1 to {MAX_EVENTS}") from None
         self.path = Path(f"{os.fspath(path)}.rank{rank}.json")
         self.lost_events = 0
         self._engine = engine

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from uccl_ep_train.common.handle import DispatchHandle, Fp8Rows, RowLayout
+from uccl_ep_train.common.shown import shown
 from uccl_ep_train.common.uncopied import Uncopied
 from uccl_ep_train.core import autograd, routing
 from uccl_ep_train.core.tensors import check_mode
@@ -187,7 +188,7 @@ class Checks:
         routing.check_combine_rows(rows, handle, self.config, self.device)
         biases = routing.check_bias(bias, rows, handle, self.config)
         if not isinstance(rounds_sums, bool):
-            raise InputError(f"rounds_sums = {rounds_sums!r}; allowed is True | False")
+            raise InputError(f"rounds_sums = {shown(rounds_sums)}; allowed is True | False")
         grad_wire = self.config.wire.grad_dtype if grad_dtype is None else grad_dtype
         attach = autograd.needs_graph(rows, *biases)
         if attach or grad_dtype is not None:

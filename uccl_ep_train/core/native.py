@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 from uccl_ep_train.common import limits
+from uccl_ep_train.common.shown import shown
 from uccl_ep_train.core.topology import Topology
 from uccl_ep_train.errors import ConfigError, NativeMissingError
 from uccl_ep_train.settings.checks import Value
@@ -75,7 +76,7 @@ def row_format(name: str, scale: str) -> RowFormat:
         if entry.name == name and entry.scale in ("", scale):
             return entry
     known = " | ".join(dict.fromkeys(entry.name for entry in row_formats()))
-    raise ConfigError(f"no rows travel as {name!r} with scales {scale!r}; allowed is {known}")
+    raise ConfigError(f"no rows travel as {shown(name)} with scales {shown(scale)}; allowed is {known}")
 
 
 def native_values(config: EpConfig, topology: Topology, rank: int, generation: int) -> dict[str, Value]:

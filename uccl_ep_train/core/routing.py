@@ -18,6 +18,7 @@ from torch import Tensor
 
 from uccl_ep_train.common import exponents
 from uccl_ep_train.common.handle import DispatchHandle, Fp8Rows, RowLayout
+from uccl_ep_train.common.shown import shown
 from uccl_ep_train.core.tensors import check_tensor, dtype_name
 from uccl_ep_train.errors import DtypeError, InputError, RoutingError, ShapeError
 from uccl_ep_train.settings.checks import FP8_BLOCK, HIDDEN_UNIT, MAX_TOPK, whole
@@ -158,7 +159,7 @@ def check_wire(name: str, rows: Tensor, what: str, dtype: str) -> None:
     """`dtype` is a wire dtype ("fp8" | "bf16") that `rows` can travel in; `what` names the option."""
     if dtype not in ("fp8", "bf16"):
         scaled = " | 'fp8_pow2' | 'fp8_fp32'" if what == "dispatch_dtype" else ""
-        raise InputError(f"{what} = {dtype!r}; allowed is 'fp8' | 'bf16'{scaled}")
+        raise InputError(f"{what} = {shown(dtype)}; allowed is 'fp8' | 'bf16'{scaled}")
     if dtype == "fp8" and rows.dtype != torch.bfloat16:
         raise DtypeError(
             f"{name} is {dtype_name(rows)} and {what} = 'fp8' quantises BF16 rows only; convert it with "
@@ -171,9 +172,9 @@ def check_output(output_dtype: str | None, wire: str) -> bool:
     if output_dtype is None:
         return False
     if output_dtype != "fp8":
-        raise InputError(f"output_dtype = {output_dtype!r}; allowed is None (the dtype of x) | 'fp8'")
+        raise InputError(f"output_dtype = {shown(output_dtype)}; allowed is None (the dtype of x) | 'fp8'")
     if wire not in ("fp8", "mxfp8"):
-        raise InputError(f"output_dtype = 'fp8' with dispatch_dtype = {wire!r}; allowed is 'fp8'")
+        raise InputError(f"output_dtype = 'fp8' with dispatch_dtype = {shown(wire)}; allowed is 'fp8'")
     return True
 
 
@@ -181,12 +182,12 @@ def check_layout(asked: RowLayout, handle: DispatchHandle | None) -> RowLayout:
     """How the rows of a dispatch will lie: with a handle as there, and asked for so or by default."""
     name = asked.name
     if name not in ("expert_major", "compact"):
-        raise InputError(f"layout = {name!r}; allowed is 'expert_major' | 'compact'")
+        raise InputError(f"layout = {shown(name)}; allowed is 'expert_major' | 'compact'")
     alignment = check_alignment(asked.alignment, handle)
     capacity = _check_number("capacity", asked.capacity, 0, MAX_CAPACITY)
     most = _check_number("max_tokens", asked.max_tokens, 1, MAX_TOKENS)
     if not isinstance(asked.pad_to_capacity, bool):
-        raise InputError(f"pad_to_capacity = {asked.pad_to_capacity!r}; allowed is True | False")
+        raise InputError(f"pad_to_capacity = {shown(asked.pad_to_capacity)}; allowed is True | False")
     if asked.pad_to_capacity and (asked if handle is None else handle).capacity is None:
         raise InputError("pad_to_capacity = True without a capacity; pass capacity, or False")
     _check_max_tokens(asked, handle)
@@ -197,7 +198,7 @@ def check_layout(asked: RowLayout, handle: DispatchHandle | None) -> RowLayout:
             return asked  # as nearly always
         return asked._replace(alignment=alignment, capacity=capacity, max_tokens=most)
     if name not in ("expert_major", handle.layout):
-        raise InputError(f"layout = {name!r} but the handle has {handle.layout!r}")
+        raise InputError(f"layout = {shown(name)} but the handle has {handle.layout!r}")
     if asked.capacity not in (None, handle.capacity):
         raise InputError(f"capacity = {asked.capacity} but the handle has {handle.capacity}")
     if asked.pad_to_capacity and not handle.pad_to_capacity:
@@ -211,7 +212,7 @@ def _check_number(name: str, value: int | None, least: int, most: int) -> int | 
     try:
         number = whole(value)
     except TypeError:
-        raise InputError(f"{name} = {value!r}; allowed is an integer or None") from None
+        raise InputError(f"{name} = {shown(value)}; allowed is an integer or None") from None
     if not least <= number <= most:
         raise InputError(f"{name} = {number}; allowed is {least} .. {most}")
     return number
@@ -231,7 +232,7 @@ def check_alignment(expert_alignment: int, handle: DispatchHandle | None) -> int
     try:
         expert_alignment = whole(expert_alignment)
     except TypeError:
-        raise InputError(f"expert_alignment = {expert_alignment!r}; allowed is an integer") from None
+        raise InputError(f"expert_alignment = {shown(expert_alignment)}; allowed is an integer") from None
     if not 1 <= expert_alignment <= MAX_ALIGNMENT:
         raise InputError(f"expert_alignment = {expert_alignment}; allowed is 1 .. {MAX_ALIGNMENT} rows")
     if handle is None or expert_alignment == handle.expert_alignment:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from uccl_ep_train.common.shown import shown
 from uccl_ep_train.common.slots import WIRE_NAMES, SlotHandle, SlotStatistics
 from uccl_ep_train.core import routing
 from uccl_ep_train.core.tensors import check_mode
@@ -49,9 +50,9 @@ class SlotChecks:
         if len(x) > self.max_tokens:
             raise ShapeError(f"x has {len(x)} rows; allowed is at most max_tokens = {self.max_tokens}")
         if not isinstance(wire, str) or wire not in WIRE_NAMES:
-            raise InputError(f"wire = {wire!r}; allowed is {' | '.join(map(repr, WIRE_NAMES))}")
+            raise InputError(f"wire = {shown(wire)}; allowed is {' | '.join(map(repr, WIRE_NAMES))}")
         if not isinstance(ue8m0, bool):
-            raise InputError(f"ue8m0 = {ue8m0!r}; allowed is True | False")
+            raise InputError(f"ue8m0 = {shown(ue8m0)}; allowed is True | False")
         if ue8m0 and wire != "fp8":
             raise InputError(f"ue8m0 = True with wire = {wire!r}; allowed is wire = 'fp8'")
         routing.check_routing(x, topk_idx, topk_weights, None, None, None, self.config.num_experts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
+from uccl_ep_train.common.shown import shown
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.settings.checks import integer
 from uccl_ep_train.settings.config import EpConfig
@@ -37,7 +38,7 @@ class Topology:
         except TypeError:
             domain_of = ()
         if not domain_of:
-            raise ConfigError(f"domains = {ids!r}: allowed is an id per rank of the group")
+            raise ConfigError(f"domains = {shown(ids)}: allowed is an id per rank of the group")
         members: list[list[int]] = [[] for _ in range(1 + max(domain_of))]
         for rank, domain in enumerate(domain_of):
             members[domain].append(rank)
@@ -60,7 +61,8 @@ class Topology:
         if config.network.domains is not None:
             if len(config.network.domains) != num_ranks:
                 raise ConfigError(
-                    f"domains = {config.network.domains}: allowed is an id for each of the {num_ranks} ranks"
+                    f"domains = {shown(config.network.domains)}: allowed is an id for each of the "
+                    f"{num_ranks} ranks"
                 )
             return cls.from_domains(config.network.domains)
         if config.network.domain_size is not None:
@@ -94,7 +96,7 @@ def checked_number(name: str, value: object, least: int, most: int) -> int:
     try:
         return integer(least, most).check(value)
     except (TypeError, ValueError):
-        raise ConfigError(f"{name} = {value!r}: allowed is {least} .. {most}") from None
+        raise ConfigError(f"{name} = {shown(value)}: allowed is {least} .. {most}") from None
 
 
 def _dense(ids: Sequence[Hashable]) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from uccl_ep_train.api.weights import combine_weights
 from uccl_ep_train.common.opaque import opaque_methods
+from uccl_ep_train.common.shown import shown
 from uccl_ep_train.common.uncopied import Uncopied
 from uccl_ep_train.core import topk
 from uccl_ep_train.deep_ep.checks import MOST_SMS, check, check_experts, check_number, check_topk, columns_of
@@ -64,7 +65,7 @@ class Buffer(LowLatencyCalls, Uncopied):
         if enable_shrink and not low_latency_mode:
             raise InputError("enable_shrink without low_latency_mode; allowed is both")
         if comm is not None:
-            raise InputError(f"comm = {comm!r}; allowed is None: pass a torch.distributed group")
+            raise InputError(f"comm = {shown(comm)}; allowed is None: pass a torch.distributed group")
         check_group(group, num_nvl_bytes=num_nvl_bytes, num_rdma_bytes=num_rdma_bytes)
         self.group = group
         self.rank, self.group_size = group.rank(), group.size()

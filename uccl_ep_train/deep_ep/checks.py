@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from uccl_ep_train.common.shown import shown
 from uccl_ep_train.errors import DeviceError, DtypeError, InputError, ShapeError
 from uccl_ep_train.settings.checks import MAX_EXPERTS, integer
 
@@ -21,7 +22,7 @@ def check_number(name: str, value: Any, low: int, high: int = MOST) -> int:
     try:
         return integer(low, high).check(value)
     except (TypeError, ValueError):
-        raise InputError(f"{name} = {value!r}; allowed is {low} .. {high}") from None
+        raise InputError(f"{name} = {shown(value)}; allowed is {low} .. {high}") from None
 
 
 def check_experts(num_experts: Any, num_ranks: int) -> None:
@@ -32,7 +33,7 @@ def check_experts(num_experts: Any, num_ranks: int) -> None:
         fits = False
     if not fits:
         allowed = f"multiples of {num_ranks}, up to {MAX_EXPERTS}"
-        raise InputError(f"num_experts = {num_experts!r}; allowed are {allowed}")
+        raise InputError(f"num_experts = {shown(num_experts)}; allowed are {allowed}")
 
 
 def check(

@@ -16,6 +16,7 @@ from torch import Tensor
 from uccl_ep_train.api.low_latency import LowLatency, Sent
 from uccl_ep_train.common.handle import Fp8Rows
 from uccl_ep_train.common.opaque import opaque_methods
+from uccl_ep_train.common.shown import shown
 from uccl_ep_train.common.slots import SlotHandle, SlotStatistics
 from uccl_ep_train.deep_ep.checks import check, check_number, columns_of
 from uccl_ep_train.deep_ep.config import MOST_TOKENS, MOST_TOPK, low_latency_bytes
@@ -73,7 +74,7 @@ def check_overlap(overlap: bool, beside: dict[str, object]) -> None:
     if unknown:
         raise TypeError(f"low_latency_combine() got an unexpected keyword argument {min(unknown)!r}")
     if overlap:
-        raise InputError(f"overlap = {overlap!r}; allowed is False")
+        raise InputError(f"overlap = {shown(overlap)}; allowed is False")
 
 
 @opaque_methods

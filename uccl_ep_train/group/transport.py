@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from uccl_ep_train.common.shown import cut, shown
 from uccl_ep_train.core.native import load_native, probe_transports
 from uccl_ep_train.core.topology import Topology
 from uccl_ep_train.errors import ConfigError
@@ -66,8 +67,9 @@ def check_domains(config: EpConfig, topology: Topology, places: Sequence[Place])
         if len({topology.host_of[rank] for rank in ranks}) > 1:
             name = "domain_size" if config.network.domains is None else "domains"
             raise ConfigError(
-                f"{name} = {getattr(config.network, name)}: ranks {list(ranks)} would be a domain and share "
-                f"no memory: {_hosts(places)}; allowed are smaller domains, or none set: then they are found"
+                f"{name} = {shown(getattr(config.network, name))}: ranks {list(ranks)} would be a domain and "
+                f"share no memory: {_hosts(places)}; allowed are smaller domains, or none set: then they are "
+                "found"
             )
 
 
@@ -117,10 +119,10 @@ def _idle_nics(wanted: str, why: str, places: Sequence[Place], answers: Sequence
     for (by_program, nics, source), ranks in _grouped(told).items():
         if by_program:
             raise ConfigError(
-                f"nics = {nics!r} ({ranks_on(ranks, places)}): transport = {wanted!r} takes loop, which uses "
-                f"no NIC: {why}; allowed is transport = 'verbs' or 'ofi', which use them, or no nics"
+                f"nics = {shown(nics)} ({ranks_on(ranks, places)}): transport = {wanted!r} takes loop, which "
+                f"uses no NIC: {why}; allowed is transport = 'verbs' or 'ofi', which use them, or no nics"
             )
-        text += f"; nics = {nics} has no effect ({source}, {ranks_on(ranks, places)})"
+        text += f"; nics = {cut(nics)} has no effect ({source}, {ranks_on(ranks, places)})"
     return text
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from uccl_ep_train.common.shown import shown
 from uccl_ep_train.core.topology import Topology
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.settings import env
@@ -63,8 +64,16 @@ def lookup(key: str, path: Path | None = None) -> Windows | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        warnings.warn(f"{path} is no file of measured windows and is ignored: {error}", stacklevel=2)
+        warnings.warn(
+            f"{shown(str(path))} is no file of measured windows and is ignored: {_reason(error)}",
+            stacklevel=2,
+        )
         return None
+
+
+def _reason(error: Exception) -> str:
+    """Without the path, which the message has."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _number(entry: Mapping[str, Any], name: str, setting: str) -> int:
@@ -75,7 +84,7 @@ def _number(entry: Mapping[str, Any], name: str, setting: str) -> int:
             return cast(int, SETTINGS[setting].spec.kind.check(value))
     except (ValueError, TypeError, OverflowError):
         pass
-    raise ValueError(f"{name} = {value!r:.40}: allowed is {_ALLOWED[name]}")
+    raise ValueError(f"{name} = {shown(value)}: allowed is {_ALLOWED[name]}")
 
 
 def store(key: str, windows: Windows, figures: Mapping[str, Any], path: Path | None = None) -> Path:
@@ -93,7 +102,8 @@ def store(key: str, windows: Windows, figures: Mapping[str, Any], path: Path | N
         unfinished.replace(path)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
-            f"UCCL_EP_WINDOWS_FILE = {str(path)!r}: allowed is a file to keep windows in ({error})"
+            f"UCCL_EP_WINDOWS_FILE = {shown(str(path))}: allowed is a file to keep windows in "
+            f"({_reason(error)})"
         ) from error
     return path
 

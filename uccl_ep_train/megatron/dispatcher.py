@@ -28,6 +28,7 @@ from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantizat
 from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher, MoETokenDispatcher
 
 from uccl_ep_train.common.opaque import opaque
+from uccl_ep_train.common.shown import shown
 from uccl_ep_train.errors import ConfigError, RoutingError
 from uccl_ep_train.megatron.buffers import BufferPool, row_padding
 from uccl_ep_train.megatron.compat import UnsupportedMegatronError
@@ -170,7 +171,7 @@ class UcclEpManager:
         factor = self.config.moe_expert_capacity_factor
         if not isinstance(factor, (int, float)) or not 0 <= factor < math.inf:
             raise ConfigError(
-                f"moe_expert_capacity_factor = {factor!r} with moe_pad_expert_input_to_capacity = True; "
+                f"moe_expert_capacity_factor = {shown(factor)} with moe_pad_expert_input_to_capacity = True; "
                 "allowed is a number >= 0"
             )
         return factor

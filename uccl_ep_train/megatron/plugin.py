@@ -21,6 +21,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from uccl_ep_train.common.opaque import opaque
+from uccl_ep_train.common.shown import shown
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.group.lifecycle import check_live_buffers
 from uccl_ep_train.megatron.alone import as_alltoall
@@ -81,7 +82,7 @@ def enable(*, reuse_plans_in_recompute: bool = True, **options: Value | Section)
     if refused:
         raise ConfigError(f"{refused[0]} is decided by the model; it cannot be an option")
     if not isinstance(reuse_plans_in_recompute, bool):
-        raise ConfigError(f"{REUSE_OPTION} = {reuse_plans_in_recompute!r}; allowed is True | False")
+        raise ConfigError(f"{REUSE_OPTION} = {shown(reuse_plans_in_recompute)}; allowed is True | False")
     own = normalised(options)
     asked = own | {REUSE_OPTION: reuse_plans_in_recompute}
     if _enabled is not None and _enabled.options != asked:
@@ -268,8 +269,8 @@ def _require_carrier(config: Any, name: str) -> None:
         value = getattr(config, field_name)
         if value != wanted:
             raise DispatcherMissingError(
-                f"{name} has {field_name} = {value!r}; while the plug-in is enabled, allowed is {wanted!r}. "
-                f"Make the TransformerConfig with the arguments that enable() returns: {CARRIER}"
+                f"{name} has {field_name} = {shown(value)}; while the plug-in is enabled, allowed is "
+                f"{wanted!r}. Make the TransformerConfig with the arguments that enable() returns: {CARRIER}"
             )
 
 

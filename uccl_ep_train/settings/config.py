@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, cast
 
+from uccl_ep_train.common.shown import shown
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.settings import variables
 from uccl_ep_train.settings.checks import MAX_EXPERTS, Value, hidden_size, integer, optional, permutation
@@ -139,7 +140,7 @@ class EpConfig(Section):
         unknown = sorted(set(given) - set(SECTIONS) - set(ALL_SETTINGS))
         if unknown:
             allowed = sorted([*SECTIONS, *ALL_SETTINGS])
-            raise ConfigError(f"unknown configuration field {unknown[0]!r}; allowed is one of {allowed}")
+            raise ConfigError(f"unknown configuration field {shown(unknown[0])}; allowed is one of {allowed}")
         values = by_public_name(given)
         said = {name: found for name, found in variables.said().items() if name not in values}
         if values.get("domain_size") is not None:
@@ -180,7 +181,7 @@ class EpConfig(Section):
         for name, entry in ALL_SETTINGS.items():
             source = self.source(name)
             agree = "ranks agree" if entry.spec.agree else "per rank"
-            rows.append((name, repr(entry.of(self)), entry.info.unit, source, agree, entry.info.reason))
+            rows.append((name, shown(entry.of(self)), entry.info.unit, source, agree, entry.info.reason))
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + "  " + row[5]
@@ -221,7 +222,7 @@ def by_public_name(given: Mapping[str, Value | Section]) -> dict[str, Value]:
         if owner is None:
             found[name] = value  # type: ignore[assignment]
         elif value is not None and not isinstance(value, owner):
-            raise ConfigError(f"{name} = {value!r}: allowed is a {owner.__name__}")
+            raise ConfigError(f"{name} = {shown(value)}: allowed is a {owner.__name__}")
     for name, entries in SETTINGS_OF.items():
         section = given.get(name)
         for entry in entries:
@@ -230,8 +231,8 @@ def by_public_name(given: Mapping[str, Value | Section]) -> dict[str, Value]:
             value = getattr(section, entry.field)
             if entry.name in found:
                 raise ConfigError(
-                    f"{entry.name} = {found[entry.name]!r} and {entry.path} = {value!r} are one setting: "
-                    "allowed is one of them"
+                    f"{entry.name} = {shown(found[entry.name])} and {entry.path} = {shown(value)} are one "
+                    "setting: allowed is one of them"
                 )
             found[entry.name] = value
     return found

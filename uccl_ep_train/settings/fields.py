@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar, Self, TypeVar, cast
 
+from uccl_ep_train.common.shown import shown
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.settings.checks import Kind, Value
 
@@ -142,7 +143,7 @@ class Setting:
         try:
             return self.spec.kind.check(value)
         except (ValueError, TypeError, OverflowError):
-            raise ConfigError(f"{self.name} = {value!r}: allowed is {self.info.allowed}") from None
+            raise ConfigError(f"{self.name} = {shown(value)}: allowed is {self.info.allowed}") from None
 
 
 def settings_of(owner: type, section: str = "") -> tuple[Setting, ...]:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from uccl_ep_train.common.shown import cut, shown
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.settings import env
 from uccl_ep_train.settings.checks import Value
@@ -102,13 +103,14 @@ def said() -> dict[str, Said]:
             value = variable.setting.spec.kind.parse(text)
         except ValueError:
             raise ConfigError(
-                f"environment variable {variable.name} = {text!r}: allowed is {variable.form}"
+                f"environment variable {variable.name} = {shown(text)}: allowed is {variable.form}"
             ) from None
         earlier = found.setdefault(variable.field, Said(variable, value))
         if earlier.value != value:
             raise ConfigError(
-                f"environment variables {earlier.variable.name} = {texts[earlier.variable.name]!r} and "
-                f"{variable.name} = {text!r} both set {variable.field}: allowed is one of them, or one value"
+                f"environment variables {earlier.variable.name} = {shown(texts[earlier.variable.name])} and "
+                f"{variable.name} = {shown(text)} both set {variable.field}: allowed is one of them, or "
+                "one value"
             )
     return found
 
@@ -150,7 +152,7 @@ def table() -> str:
         setting = variable.setting
         if setting is None:
             text = env.read(variable.name)
-            value, source = text or "-", "environment" if text else "-"
+            value, source = _in_line(text) or "-", "environment" if text else "-"
             rows.append((variable.name, value, source, "", "", variable.form, variable.meaning))
             continue
         value, source = _shown(setting)
@@ -161,6 +163,11 @@ def table() -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + "  " + row[6]
         for row in rows
     )
+
+
+def _in_line(text: str) -> str:
+    """As it is, where it fits into a line of the table."""
+    return cut(text) if text.isprintable() else shown(text)
 
 
 def _shown(setting: Setting) -> tuple[str, str]:
@@ -174,11 +181,11 @@ def _shown(setting: Setting) -> tuple[str, str]:
         try:
             values.append(kind.check(kind.parse(text)))
         except (ValueError, TypeError, OverflowError):
-            refused = f"{text} (refused: allowed is {setting.info.allowed})"
+            refused = f"{_in_line(text)} (refused: allowed is {setting.info.allowed})"
     names = " and ".join(setters)
     if refused:
         return refused, f"environment {names}"
     if any(value != values[0] for value in values):
         return f"refused: {names} differ", f"environment {names}"
     # The name with UCCL_EP_ comes first.
-    return str(values[0]), f"environment {setters[0] if setting.variable in setters else names}"
+    return cut(str(values[0])), f"environment {setters[0] if setting.variable in setters else names}"

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from uccl_ep_train.api.buffer import Buffer
 from uccl_ep_train.common.command_line import run, unwritable, whole
+from uccl_ep_train.common.shown import shown
 from uccl_ep_train.errors import ConfigError, EpError
 from uccl_ep_train.group import transport, windows
 from uccl_ep_train.group.windows import Windows
@@ -70,7 +71,9 @@ def config_of(options: argparse.Namespace) -> EpConfig:
     """Before the ranks meet. Raises ConfigError for what would only fail later."""
     ranks = env.read("WORLD_SIZE")
     if not (ranks.isdecimal() and int(ranks) and env.read("RANK") and env.read("MASTER_ADDR")):
-        raise ConfigError(f"WORLD_SIZE = {ranks!r}: allowed is a rank of torchrun, which sets its variables")
+        raise ConfigError(
+            f"WORLD_SIZE = {shown(ranks)}: allowed is a rank of torchrun, which sets its variables"
+        )
     if options.experts % int(ranks):
         raise ConfigError(f"--experts {options.experts}: allowed is a multiple of the {ranks} ranks")
     config = EpConfig.from_env(num_experts=options.experts, hidden=options.hidden)
@@ -82,7 +85,7 @@ def config_of(options: argparse.Namespace) -> EpConfig:
     problem = unwritable(path, makes_folders=True)
     if problem:
         raise ConfigError(
-            f"UCCL_EP_WINDOWS_FILE = {str(path)!r}: allowed is a file to keep windows in ({problem})"
+            f"UCCL_EP_WINDOWS_FILE = {shown(str(path))}: allowed is a file to keep windows in ({problem})"
         )
     return config
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from uccl_ep_train.common.shown import shown
 from uccl_ep_train.group.presence import Presence
 from uccl_ep_train.group.transport import Place
 from uccl_ep_train.settings import env
@@ -83,7 +84,7 @@ def _number(name: str, default: int) -> int:
     try:
         return int(text) if text else default
     except ValueError:
-        raise UsageError(f"{name} = {text!r}: allowed is an integer") from None
+        raise UsageError(f"{name} = {shown(text)}: allowed is an integer") from None
 
 
 def open_store(me: Identity, timeout_s: float) -> Any:
