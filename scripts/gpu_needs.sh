@@ -8,11 +8,15 @@ lacks() {
 
 # need_gpus PYTHON NUM_RANKS
 need_gpus() {
-  local why
+  local answer
   command -v "$1" >/dev/null || lacks "there is no $1: run scripts/setup_env.sh, or let PYTHON name an interpreter"
-  why="$("$1" -c 'import sys; from recipes.plan.devices import lacking; print(lacking(int(sys.argv[1])))' "$2" 2>&1)" ||
-    lacks "$1 does not load the package: $(tail -n 1 <<<"$why")"
-  [ -z "$why" ] || lacks "$why"
+  answer="$("$1" -c 'import sys; from recipes.plan.devices import lacking
+print("lacking:", lacking(int(sys.argv[1])))' "$2" 2>&1)" ||
+    lacks "$1 does not load the package: $(tail -n 1 <<<"$answer")"
+  # It has to answer: /bin/true, as many a program that is no Python, ends well whatever it is asked. Warnings come before.
+  answer="$(tail -n 1 <<<"$answer")"
+  [[ "$answer" == "lacking: "* ]] || lacks "$1 is no Python: let PYTHON name an interpreter"
+  [ "$answer" = "lacking: " ] || lacks "${answer#lacking: }"
 }
 
 # need_module PYTHON MODULE "what brings it"

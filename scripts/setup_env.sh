@@ -166,7 +166,10 @@ distribution_python() {
   esac
 }
 
-has_compiler() { printf '#include <bit>\n#include <concepts>\n' | "${CXX:-c++}" -std=c++20 -fsyntax-only -x c++ - 2>/dev/null; }
+has_compiler() {
+  printf '#include <bit>\n#include <concepts>\nint answer;\n' | "${CXX:-c++}" -std=c++20 -S -x c++ -o - - 2>/dev/null |
+    grep answer >/dev/null
+}
 
 has_headers() {
   local include

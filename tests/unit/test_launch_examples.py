@@ -131,6 +131,11 @@ def test_the_slurm_script_checks_then_runs_its_program_on_all_nodes(tmp_path: Pa
     assert len(re.findall(r"^UCCL_EP_TRANSPORT +ofi +environment", done.stdout, re.MULTILINE)) == 2
 
 
+def test_the_slurm_script_refuses_a_python_that_only_ends_well(tmp_path: Path) -> None:
+    done = sbatch(tmp_path, "uccl_ep_train.env", PYTHON="/bin/true")
+    assert done.returncode == 2 and "PYTHON = /bin/true: allowed is an interpreter" in done.stderr
+
+
 @pytest.mark.slow
 def test_the_slurm_script_does_not_start_what_the_doctor_advises_against(tmp_path: Path) -> None:
     done = sbatch(tmp_path, "uccl_ep_train.env", UCCL_EP_GRAD_DTYPE="fp7")

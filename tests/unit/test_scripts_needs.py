@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -59,11 +60,27 @@ def test_what_is_left_out_ends_with_one_command_that_adds_all_of_it(tmp_path: Pa
     assert not any("model checker" in line for line in then)
 
 
-def test_a_set_up_takes_no_program_for_python_that_only_ends_well(tmp_path: Path) -> None:
+def test_a_set_up_takes_no_program_for_python_or_a_compiler_that_only_ends_well(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
-    done = run([str(tmp_path / "scripts" / "setup_env.sh")], PYTHON="/bin/true")
+    set_up = [str(tmp_path / "scripts" / "setup_env.sh")]
+    done = run(set_up, PYTHON="/bin/true")
     assert done.returncode == 1
     assert "PYTHON=/bin/true is not a working Python 3.11 or 3.12" in done.stderr
+    done = run(set_up, PYTHON=sys.executable, CXX="/bin/true")
+    assert done.returncode == 1 and "a C++20 compiler (/bin/true) is missing" in done.stderr
+    assert not (tmp_path / ".venv" / "bin").exists()
+
+
+def test_a_vm_is_not_started_for_a_python_that_only_ends_well(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    kernel = tmp_path / "build" / "soft_roce" / "kernel" / "boot" / "vmlinuz-6"
+    kernel.parent.mkdir(parents=True)
+    kernel.touch()
+    # All that a VM needs is there.
+    with (tmp_path / "scripts" / "needs.sh").open("a") as needs:
+        needs.write("missing_for() { :; }\n")
+    done = run([str(tmp_path / "scripts" / "soft_roce.sh")], PYTHON="/bin/true")
+    assert done.returncode == 1 and "/bin/true does not load uccl_ep_train" in done.stderr
 
 
 @pytest.mark.parametrize("script", ["gpu_checks.sh", "sanitize.sh"])
@@ -75,7 +92,12 @@ def test_a_script_for_gpus_says_at_once_what_is_missing(script: str, tmp_path: P
     assert done.returncode == 77 and done.stderr.endswith(
         "does not load the package: ModuleNotFoundError: no torch\n"
     )
-    stub(tmp_path, "python", "echo '2 ranks need a GPU each, and torch sees 1'")
+    done = run([f"scripts/{script}"], PYTHON="/bin/true")
+    assert done.returncode == 77 and done.stderr.endswith(
+        "/bin/true is no Python: let PYTHON name an interpreter\n"
+    )
+    lacking = "lacking: 2 ranks need a GPU each, and torch sees 1"
+    stub(tmp_path, "python", f"echo 'a warning' >&2; echo '{lacking}'")
     done = run([f"scripts/{script}"], PYTHON=str(tmp_path / "python"))
     assert done.returncode == 77 and done.stderr == (
         "[gpu] cannot be done here: 2 ranks need a GPU each, and torch sees 1\n"
@@ -84,7 +106,7 @@ def test_a_script_for_gpus_says_at_once_what_is_missing(script: str, tmp_path: P
 
 def test_compute_sanitizer_is_asked_for_before_anything_runs(tmp_path: Path) -> None:
     ran = tmp_path / "ran"
-    stub(tmp_path / "bin", "python", f'[[ "$*" == *lacking* ]] || echo "$*" >>{ran}')
+    stub(tmp_path / "bin", "python", f'[[ "$*" == *lacking* ]] && echo "lacking: " || echo "$*" >>{ran}')
     path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
     done = run(["scripts/gpu_checks.sh", "tests", "sanitize"], PYTHON="python", PATH=path)
     assert done.returncode == 77 and "compute-sanitizer is not on PATH" in done.stderr and not ran.exists()
