@@ -9,10 +9,10 @@
 
 namespace uccl_ep {
 
-enum class HostLimit : uint32_t { kThreads, kDescriptors, kSharedMemory, kAddressSpace };
+enum class HostLimit : uint32_t { kThreads, kDescriptors, kSharedMemory, kAddressSpace, kFileSize };
 
 inline const char* limit_name(HostLimit limit) {
-  static const char* const names[] = {"threads", "descriptors", "shared_memory", "address_space"};
+  static const char* const names[] = {"threads", "descriptors", "shared_memory", "address_space", "file_size"};
   return names[static_cast<uint32_t>(limit)];
 }
 

@@ -4,6 +4,7 @@
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -169,8 +170,12 @@ Mapping::~Mapping() {
 }
 
 void Mapping::grow(uint64_t num_bytes) {
-  if (ftruncate(fd_, static_cast<off_t>(num_bytes)) != 0)
-    fail("sizing to " + std::to_string(num_bytes) + " bytes", name_, errno, num_bytes);
+  const std::string what = "sizing to " + std::to_string(num_bytes) + " bytes";
+  rlimit most = {};
+  // Asked before, because the kernel ends a process that exceeds it, unless the signal is ignored.
+  if (getrlimit(RLIMIT_FSIZE, &most) == 0 && num_bytes > most.rlim_cur)
+    throw LimitFailure(HostLimit::kFileSize, what + " " + name_ + ": " + std::strerror(EFBIG), num_bytes);
+  if (ftruncate(fd_, static_cast<off_t>(num_bytes)) != 0) fail(what, name_, errno, num_bytes);
   if (share(num_bytes)) return;
   map(num_bytes);
   Maps::of_process().add(name_, base_, num_bytes);

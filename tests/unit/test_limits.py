@@ -11,9 +11,11 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.machine import lacks_tcp
 from tests.process_ranks import ProcessRanks, Rank
 from uccl_ep_train import Buffer, EpConfig
 from uccl_ep_train.common import limits
@@ -83,6 +85,18 @@ def test_no_address_space_for_the_memory_of_a_buffer_names_that_limit() -> None:
     assert "ulimit -v allows " in said and " are wanted" in said
 
 
+def test_memory_beyond_the_largest_file_names_that_limit_and_sends_no_signal() -> None:
+    limit = (
+        "import signal\n"
+        "def limit():\n"
+        "    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # as in a program that is no Python\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))"
+    )
+    said = alone(limit, "configuration")
+    assert said.startswith("ConfigError sizing to "), said
+    assert "ulimit -f allows 64 KiB for a file, and shared memory is one" in said and " are wanted" in said
+
+
 def test_without_a_limit_the_buffer_is_made() -> None:
     """Control of the tests above."""
     assert alone(NO_LIMIT) == "made"
@@ -112,33 +126,36 @@ def test_a_thread_of_python_that_cannot_start_says_the_same(monkeypatch: pytest.
 
 
 class Filling(TorchBootstrap):
-    """Leaves no descriptor once it is past a step."""
+    """Leaves few descriptors, or none, once it is past a step."""
 
     step_name = ""
+    left = 0
 
     def all_gather(self, payload: bytes, what: str) -> list[bytes]:
         answers = super().all_gather(payload, what)
         if what == self.step_name:
-            take_all_descriptors()
+            take_all_descriptors(self.left)
         return answers
 
 
-def take_all_descriptors() -> None:
+def take_all_descriptors(left: int) -> None:
     import resource
 
+    last = -1
     used = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 64, used + 64))
     try:
         while True:
-            os.open("/dev/null", os.O_RDONLY)
+            last = os.open("/dev/null", os.O_RDONLY)
     except OSError:
-        return
+        os.closerange(last + 1 - left, last + 1)
 
 
-def make(rank: Rank, step: str) -> int:
+def make(rank: Rank, step: str, left: int = 0, **network: Any) -> int:
     bootstrap = Filling(rank.group, timeout_s=60.0)
+    bootstrap.left = left
     bootstrap.step_name = step if rank.rank == 1 else ""
-    config = EpConfig(num_experts=4, hidden=128, budget_bytes=4 << 20, backend="host")
+    config = EpConfig(num_experts=4, hidden=128, budget_bytes=4 << 20, backend="host", **network)
     with Buffer(None, config, bootstrap=bootstrap) as buffer:
         return buffer.topology.num_domains
 
@@ -152,6 +169,20 @@ def test_too_few_descriptors_are_said_and_never_split_a_domain(step: str) -> Non
     assert "ulimit -n allows " in short.message and " are open; a buffer needs " in short.message
     assert other.error == "PeerFailed" and "rank 1 failed with ConfigError" in other.message
     assert "ulimit -n" in other.message
+
+
+def make_over_tcp(rank: Rank, left: int) -> int:
+    return make(rank, "configuration", left, transport="ofi", ofi_provider="tcp", domain_size=1)
+
+
+def test_too_few_descriptors_for_the_endpoint_of_a_network_are_said() -> None:
+    if lacks_tcp():
+        pytest.skip(lacks_tcp())
+    with ProcessRanks(2, make_over_tcp, (6,)) as ranks:
+        other, short = ranks.outcomes(timeout_s=60).values()
+    assert short.error == "ConfigError" and "Too many open files: ulimit -n allows " in short.message, short
+    assert short.message.startswith("ofi: ")
+    assert other.error == "PeerFailed" and "rank 1 failed with ConfigError" in other.message
 
 
 def test_with_descriptors_the_two_are_one_domain() -> None:

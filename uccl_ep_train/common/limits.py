@@ -25,13 +25,14 @@ def refusal(limit: str, text: str, wanted_bytes: int = 0) -> ConfigError:
     """The error for what could not be had: `text`, the limits in question and what raises them. The native
     core calls it, too.
 
-    limit         "threads" | "descriptors" | "shared_memory" | "address_space"
+    limit         "threads" | "descriptors" | "shared_memory" | "address_space" | "file_size"
     wanted_bytes  of memory; 0: not known
     """
     said = {
         "threads": threads,
         "descriptors": descriptors,
         "shared_memory": lambda: shared_memory(wanted_bytes),
+        "file_size": lambda: f"{file_size()}{_wanted(wanted_bytes)}",
         "address_space": lambda: f"{address_space() or 'the host has no memory left'}{_wanted(wanted_bytes)}",
     }
     return ConfigError(f"{text}: {said[limit]()}")
@@ -156,6 +157,13 @@ def address_space() -> str:
     if most == UNLIMITED:
         return ""
     return f"ulimit -v allows {most >> 10} KiB of address space, {_address_space_kib()} are taken"
+
+
+def file_size() -> str:
+    """Shared memory is a file, too."""
+    most = limit_of(resource.RLIMIT_FSIZE)
+    said = "allows any size" if most == UNLIMITED else f"allows {most >> 10} KiB"
+    return f"ulimit -f {said} for a file, and shared memory is one. Raise it: ulimit -f unlimited"
 
 
 def _wanted(num_bytes: int) -> str:

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <random>
 
+#include "common/limits.h"
+
 namespace uccl_ep::ofi {
 namespace {
 
@@ -17,8 +19,10 @@ uint64_t random_bits() {
 }  // namespace
 
 void Endpoint::check(int result, const std::string& what) const {
-  if (result != 0)
-    fail(rank_, -1, offer_.provider() + ", domain " + offer_.domain() + ": " + what + ": " + error_text(result));
+  if (result == 0) return;
+  const std::string text = offer_.provider() + ", domain " + offer_.domain() + ": " + what + ": " + error_text(result);
+  if (lacks_descriptors(-result)) throw LimitFailure(HostLimit::kDescriptors, "ofi: " + text);
+  fail(rank_, -1, text);
 }
 
 Endpoint::Endpoint(Offer offer, int rank, uint32_t num_arrivals) : offer_(std::move(offer)), rank_(rank) {
