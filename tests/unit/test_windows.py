@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import pwd
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -58,6 +62,46 @@ def test_a_setting_beats_the_measurement_and_loop_has_none(file: Path) -> None:
     for given in (CONFIG.replace(nic_window_ops=9), CONFIG.replace(transport="loop")):
         assert windows.settle(given, "mlx5_0 (RC)", TOPOLOGY) == given
     assert windows.settle(CONFIG, "another", TOPOLOGY) == CONFIG
+
+
+@pytest.mark.parametrize("which", ["a pipe", "/dev/zero"])
+def test_what_is_no_regular_file_is_not_read_to_its_end(file: Path, which: str) -> None:
+    file.parent.mkdir()
+    if which == "a pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to(which)
+    with pytest.warns(UserWarning, match="is no file of measured windows and is ignored: it is no regular"):
+        assert windows.lookup(KEY) is None
+    with pytest.raises(ConfigError, match="it is no regular file"):
+        windows.store(KEY, Windows(1, 1), {})
+
+
+@pytest.mark.parametrize("kind", ["pipe", "text", "folder", "none", "kept"])
+def test_a_file_that_cannot_keep_a_measurement_is_found_before_it(file: Path, kind: str) -> None:
+    makes: dict[str, Callable[[], object]] = {
+        "pipe": lambda: os.mkfifo(file),
+        "text": lambda: file.write_text("junk"),
+        "folder": file.mkdir,
+        "none": lambda: None,
+        "kept": lambda: windows.store(KEY, Windows(1, 1), {}),
+    }
+    file.parent.mkdir()
+    makes[kind]()
+    assert bool(windows.problem_of(file)) == (kind not in ("none", "kept"))
+
+
+def test_a_user_without_a_home_has_no_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME", "UCCL_EP_WINDOWS_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    assert windows.lookup(KEY) is None
+    with pytest.raises(ConfigError, match="UCCL_EP_WINDOWS_FILE = '': allowed is a file"):
+        windows.store(KEY, Windows(1, 1), {})
+    monkeypatch.setenv("HOME", os.devnull)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert windows.lookup(KEY) is None
 
 
 @pytest.mark.parametrize("text", ["", "[]", json.dumps({KEY: {"num_bytes": "many"}}), "{"])

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from uccl_ep_train.common.command_line import unwritable
 from uccl_ep_train.common.shown import shown
 from uccl_ep_train.core.topology import Topology
 from uccl_ep_train.errors import ConfigError
@@ -20,6 +21,7 @@ from uccl_ep_train.settings import env
 from uccl_ep_train.settings.config import EpConfig
 from uccl_ep_train.settings.sections import SETTINGS
 
+_UNREADABLE = (OSError, ValueError, TypeError, AttributeError, RecursionError)
 _ALLOWED = {"num_bytes": "1 .. 2^64 - 1", "ops": "1 .. 2^32 - 1"}
 
 
@@ -39,10 +41,32 @@ class Windows:
 
 
 def default_path() -> Path:
-    """`UCCL_EP_WINDOWS_FILE`, else nic_windows.json in the user's cache folder."""
-    named = env.read("UCCL_EP_WINDOWS_FILE")
-    cache = env.read("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(named) if named else Path(cache) / "uccl_ep_train" / "nic_windows.json"
+    """`UCCL_EP_WINDOWS_FILE`, else nic_windows.json in the user's cache folder.
+
+    Raises `ConfigError` if the user has none: a container's user may be a number without a home.
+    """
+    if named := env.read("UCCL_EP_WINDOWS_FILE"):
+        return Path(named)
+    try:
+        cache = env.read("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    except RuntimeError as error:
+        raise ConfigError(
+            f"UCCL_EP_WINDOWS_FILE = '': allowed is a file to keep windows in (HOME is not set: {error})"
+        ) from None
+    return Path(cache) / "uccl_ep_train" / "nic_windows.json"
+
+
+def problem_of(path: Path) -> str:
+    """Why `store` would fail; empty if it would not."""
+    unfinished = _unfinished(path)
+    problem = unwritable(path, makes_folders=True) or unwritable(unfinished, makes_folders=True)
+    if problem:
+        return problem
+    try:
+        _known(path)
+    except _UNREADABLE as error:
+        return _reason(error)
+    return ""
 
 
 def topology_key(transport: str, nics: str, topology: Topology) -> str:
@@ -53,22 +77,39 @@ def topology_key(transport: str, nics: str, topology: Topology) -> str:
 
 def lookup(key: str, path: Path | None = None) -> Windows | None:
     """The windows that were measured for `key`, or None. An unreadable file causes a warning."""
-    path = path or default_path()
     try:
-        entry = json.loads(path.read_text()).get(key)
+        path = path or default_path()
+    except ConfigError:  # nothing can have been kept
+        return None
+    try:
+        entry = _known(path).get(key)
         if entry is None:
             return None
         return Windows(
             _number(entry, "num_bytes", "nic_window_bytes"), _number(entry, "ops", "nic_window_ops")
         )
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except _UNREADABLE as error:
         warnings.warn(
             f"{shown(str(path))} is no file of measured windows and is ignored: {_reason(error)}",
             stacklevel=2,
         )
         return None
+
+
+def _known(path: Path) -> dict[str, Any]:
+    """All measurements of a file; none if there is no file."""
+    if not path.exists():  # also below what is no folder, as in a HOME of /dev/null
+        return {}
+    if not path.is_file():  # to read a pipe would never end
+        raise ValueError("it is no regular file")
+    known = json.loads(path.read_text())
+    if not isinstance(known, dict):
+        raise ValueError("it holds no measurements")
+    return known
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{os.getpid()}")
 
 
 def _reason(error: Exception) -> str:
@@ -95,12 +136,12 @@ def store(key: str, windows: Windows, figures: Mapping[str, Any], path: Path | N
     path = path or default_path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        known = json.loads(path.read_text()) if path.exists() else {}
+        known = _known(path)
         known[key] = {**asdict(windows), **figures}
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+        unfinished = _unfinished(path)
         unfinished.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
         unfinished.replace(path)
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise ConfigError(
             f"UCCL_EP_WINDOWS_FILE = {shown(str(path))}: allowed is a file to keep windows in "
             f"({_reason(error)})"

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from uccl_ep_train.api.buffer import Buffer
-from uccl_ep_train.common.command_line import run, unwritable, whole
+from uccl_ep_train.common.command_line import run, whole
 from uccl_ep_train.common.shown import shown
 from uccl_ep_train.errors import ConfigError, EpError
 from uccl_ep_train.group import transport, windows
@@ -82,7 +82,7 @@ def config_of(options: argparse.Namespace) -> EpConfig:
             "nic_window_bytes, nic_window_ops are set: allowed is neither, or nothing could be measured"
         )
     path = windows.default_path()
-    problem = unwritable(path, makes_folders=True)
+    problem = windows.problem_of(path)
     if problem:
         raise ConfigError(
             f"UCCL_EP_WINDOWS_FILE = {shown(str(path))}: allowed is a file to keep windows in ({problem})"
