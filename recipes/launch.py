@@ -59,7 +59,8 @@ _CONTRADICTIONS = (
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m recipes.launch", description=__doc__.splitlines()[0])
+    about = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m recipes.launch", description=about)
     parser.add_argument(
         "--recipe", choices=[*RECIPES, *PRETRAININGS], help="tiny_host; with --ep: deepseek_v3"
     )

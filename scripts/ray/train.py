@@ -115,7 +115,7 @@ def run_all(
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", 1)[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--ranks", type=whole(1, MAX_RANKS), required=True)
     parser.add_argument("--gpus-per-rank", type=number(0, MOST), default=1, help="0: on the CPU (1)")
     parser.add_argument("--cpus-per-rank", type=number(0, MOST), default=8, help="(8)")

@@ -16,6 +16,8 @@ from typing import Any
 
 from uccl_ep_train.megatron import cpu_shims, flags
 
+USAGE = "python -m uccl_ep_train.megatron.launch SCRIPT [arguments of SCRIPT]"
+
 
 def patch_training() -> Callable[[], None]:
     """Hooks into megatron.training behind parser and model; returns what undoes it. Raises
@@ -75,7 +77,7 @@ def _verify_chunks(chunks: list[Any]) -> None:
 
 def main(argv: list[str]) -> None:
     if not argv or argv[0] in ("-h", "--help"):
-        print(__doc__)
+        print(__doc__ or USAGE)
         sys.exit(0 if argv else 2)
     script = Path(argv[0])
     if not script.is_file():

@@ -27,7 +27,7 @@ def libs() -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="uccl_ep_train.tools.c_interface", description=__doc__.partition("\n")[0]
+        prog="uccl_ep_train.tools.c_interface", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--cflags", action="store_true", help="for a compiler")
     parser.add_argument("--libs", action="store_true", help="for a linker")

@@ -53,7 +53,7 @@ def best(seconds: Mapping[Windows, float]) -> Windows:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m uccl_ep_train.calibrate", description=__doc__.split("\n", 1)[0]
+        prog="python -m uccl_ep_train.calibrate", description=(__doc__ or "").partition("\n")[0]
     )
     hidden = whole(HIDDEN_UNIT, MAX_HIDDEN, multiple=HIDDEN_UNIT)
     parser.add_argument("--tokens", type=whole(1, MAX_TOKENS), default=4096, help="per rank (4096)")

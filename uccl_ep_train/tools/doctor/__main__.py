@@ -52,7 +52,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Options, bool]:
     """What to check, and whether to print JSON."""
     parser = argparse.ArgumentParser(
         prog="python -m uccl_ep_train.doctor",
-        description=__doc__.split("\n\n", 1)[0],
+        description=(__doc__ or "").partition("\n\n")[0],
         epilog="settings are those of the environment: python -m uccl_ep_train.env",
     )
     parser.add_argument(
