@@ -143,6 +143,10 @@ def test_a_process_is_known_to_be_gone_only_where_its_number_means_the_same() ->
     assert not Presence(own.place, 2**22 + 1, "another host").has_ended()
 
 
+def port(text: str) -> dict[str, str]:
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": text}
+
+
 @pytest.mark.parametrize(
     ("arguments", "variables", "text"),
     [
@@ -152,6 +156,10 @@ def test_a_process_is_known_to_be_gone_only_where_its_number_means_the_same() ->
         ([], {"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR or MASTER_PORT is not set"),
         ([], {"RANK": "2", "WORLD_SIZE": "2"}, "RANK = 2 with WORLD_SIZE = 2: allowed is 0 .. 1"),
         ([], {"RANK": "first", "WORLD_SIZE": "2"}, "RANK = 'first': allowed is an integer"),
+        ([], {"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE = 0: allowed is 1 .. 65536"),
+        ([], {"RANK": "0", "WORLD_SIZE": "1000000"}, "WORLD_SIZE = 1000000: allowed is 1 .. 65536"),
+        ([], {"RANK": "0", "WORLD_SIZE": "2"} | port("-1"), "MASTER_PORT = -1: allowed is 1 .. 65535"),
+        ([], {"RANK": "0", "WORLD_SIZE": "2"} | port("99999"), "MASTER_PORT = 99999: allowed is 1 .. 65535"),
         ([], {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"}, "MASTER_ADDR or MASTER_PORT is not set"),
     ],
 )

@@ -19,7 +19,9 @@ from uccl_ep_train.common.shown import shown
 from uccl_ep_train.group.presence import Presence
 from uccl_ep_train.group.transport import Place
 from uccl_ep_train.settings import env
+from uccl_ep_train.settings.checks import MAX_RANKS
 
+MOST_PORT = 65535
 START_FACTOR = 3
 """Ranks start at different times, and import torch from a slow file system: the first meeting may take so
 many times longer than the others."""
@@ -64,6 +66,8 @@ def identity() -> Identity:
     else:
         return Identity(local_rank=_number("LOCAL_RANK", 0))
     rank, size, local_rank = (_number(name, 0) for name in names)
+    if not 1 <= size <= MAX_RANKS:
+        raise UsageError(f"{names[1]} = {size}: allowed is 1 .. {MAX_RANKS}")
     if not 0 <= rank < size:
         raise UsageError(f"{names[0]} = {rank} with {names[1]} = {size}: allowed is 0 .. {size - 1}")
     if size == 1:
@@ -74,6 +78,8 @@ def identity() -> Identity:
             f"there are {size} ranks, and MASTER_ADDR or MASTER_PORT is not set: set them to rank 0's host "
             "and a free port of it (scripts/slurm shows how), or start the ranks by torchrun"
         )
+    if not 1 <= port <= MOST_PORT:
+        raise UsageError(f"MASTER_PORT = {port}: allowed is 1 .. {MOST_PORT}")
     served = env.read("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = env.read("TORCHELASTIC_RESTART_COUNT", "0")
     return Identity(rank, size, local_rank, host, port, served, f"uccl_ep_train/doctor/{attempt}", launcher)
