@@ -39,6 +39,7 @@ from recipes.training.checkpoint import CheckpointError
 from uccl_ep_train.common.command_line import output_file, run, whole
 from uccl_ep_train.errors import ConfigError, InputError
 from uccl_ep_train.settings import env
+from uccl_ep_train.settings.variables import of_launcher
 
 MOST_SEED = (1 << 31) - 1
 _RUN_ID = "recipes.launch"  # torchrun's default is another
@@ -160,7 +161,7 @@ def _add_own_loop_options(parser: argparse.ArgumentParser) -> None:
 def chosen_recipe(args: argparse.Namespace, dispatcher: str | None) -> Recipe:
     """The recipe with the command line's changes. Raises RecipeError."""
     recipe = RECIPES[args.recipe]()
-    started = int(env.read("WORLD_SIZE", "0")) if dist.is_torchelastic_launched() else recipe.num_ranks
+    started = of_launcher("WORLD_SIZE", 0, 0) if dist.is_torchelastic_launched() else recipe.num_ranks
     num_ranks = started if args.num_ranks is None else args.num_ranks
     changes = {
         "device": args.device,
@@ -209,7 +210,7 @@ def run_ranks(num_ranks: int, argv: list[str], program: tuple[str, ...] = ("-m",
 
 def set_up_rank(recipe: Recipe) -> None:
     """Sets up this rank's device, Megatron with what it needs on a CPU, and the process groups."""
-    backend = devices.join(recipe.device, int(env.read("LOCAL_RANK", "0")))
+    backend = devices.join(recipe.device, of_launcher("LOCAL_RANK", 0, 0))
     from uccl_ep_train.megatron import cpu_shims
 
     # Advice about packages that a CPU run cannot have; four ranks would print it four times.
@@ -274,7 +275,7 @@ def _trial_ranks(asked: int | None) -> int:
     """`asked` if given; otherwise the number of GPUs or, inside a rank, the number of ranks."""
     if asked is not None:
         return asked
-    there = int(env.read("WORLD_SIZE", "0")) or torch.cuda.device_count()
+    there = of_launcher("WORLD_SIZE", 0, 0) or torch.cuda.device_count()
     if there == 0:
         raise RecipeError("a trial needs GPUs, and torch sees none; for a dry run give --num-ranks")
     return there
@@ -360,7 +361,7 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
             asked.check_folders(args, recipe, runs)
         if not dist.is_torchelastic_launched():
             asked.make_folders(runs)
-    except (RecipeError, DeviceError, CheckpointError) as error:
+    except (RecipeError, DeviceError, CheckpointError, ConfigError) as error:
         print(error, file=sys.stderr)
         return 2
     run_dir = next(iter(runs))

@@ -19,6 +19,7 @@ import torch
 from recipes.models.recipe import Recipe
 from uccl_ep_train.core import cuda
 from uccl_ep_train.settings import env
+from uccl_ep_train.settings.variables import of_launcher
 
 
 class DeviceError(ValueError):
@@ -36,7 +37,7 @@ def place(recipe: Recipe, *, keep_domains: bool = False) -> tuple[Recipe, str]:
     Raises DeviceError if the recipe asks for "cuda" and that is impossible.
     """
     # Set by torchrun; without torchrun all ranks start here.
-    on_this_host = int(env.read("LOCAL_WORLD_SIZE", "0")) or recipe.num_ranks
+    on_this_host = of_launcher("LOCAL_WORLD_SIZE", 0, 0) or recipe.num_ranks
     why = "" if recipe.device == "cpu" else lacking(on_this_host)
     if why and recipe.device == "cuda":
         raise DeviceError(f"device = cuda: {why}")

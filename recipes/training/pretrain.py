@@ -12,6 +12,7 @@ from recipes.models.recipe import RecipeError
 from recipes.plan.arguments import Arguments, command_line
 from recipes.plan.jobs import Job, check_package
 from uccl_ep_train.settings import env
+from uccl_ep_train.settings.variables import of_launcher
 
 _DATA = ("--mock-data", "--data-path", "--data-args-path", "--train-data-path", "--per-split-data-args-path")
 
@@ -70,5 +71,5 @@ def _check_ranks(job: Job) -> None:
     )
     if not started:
         raise RecipeError(f"{job.name} needs {wanted} ranks here, and was not started by torchrun: {how}")
-    if int(started) != wanted:
+    if of_launcher("WORLD_SIZE", 0, 1) != wanted:
         raise RecipeError(f"{job.name} needs {wanted} ranks here, and torchrun started {started}: {how}")

@@ -272,15 +272,31 @@ def test_the_calibration_refuses_before_ranks_meet(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    ranks = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"}
+    ranks = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     (tmp_path / "plain").write_text("")
     file = {"UCCL_EP_WINDOWS_FILE": str(tmp_path / "plain" / "windows.json")}
     for name, value in (ranks | file).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(calibrate, "_group", lambda: pytest.fail("ranks meet"))
     refused(calibrate.main, words, text, capsys)
+    wrong = {"WORLD_SIZE": HUGE, "RANK": "2", "LOCAL_RANK": "x", "MASTER_PORT": "99999"}
+    for name, value in wrong.items():
+        with monkeypatch.context() as other:
+            other.setenv(name, value)
+            refused(calibrate.main, [], f"environment variable {name} = '{value[:40]}", capsys)
     monkeypatch.delenv("WORLD_SIZE")
     refused(calibrate.main, [], "WORLD_SIZE = '': allowed is a rank of torchrun", capsys)
+
+
+@pytest.mark.parametrize("value", ["x", "-1", HUGE])
+def test_a_recipe_refuses_what_no_launcher_sets(
+    value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--recipe", "tiny_host", "--dry-run"]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
+    refused(launch.main, words, "environment variable LOCAL_WORLD_SIZE = ", capsys)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "")  # counts as not set
+    assert launch.main(words) == 0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from uccl_ep_train.common.shown import cut, shown
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.settings import env
-from uccl_ep_train.settings.checks import Value
+from uccl_ep_train.settings.checks import MAX_RANKS, Value
 from uccl_ep_train.settings.env import FAMILY_PREFIX
 from uccl_ep_train.settings.fields import PREFIX, Setting
 from uccl_ep_train.settings.sections import SETTINGS
@@ -113,6 +113,21 @@ def said() -> dict[str, Said]:
                 "one value"
             )
     return found
+
+
+def of_launcher(name: str, default: int, least: int, most: int = MAX_RANKS) -> int:
+    """A number that torchrun or another launcher gives: RANK, MASTER_PORT ... Empty counts as not set.
+
+    Raises `ConfigError` naming variable and value.
+    """
+    text = env.read(name)
+    try:
+        number = int(text) if text else default
+        if least <= number <= most:
+            return number
+    except ValueError:
+        pass
+    raise ConfigError(f"environment variable {name} = {shown(text)}: allowed is {least} .. {most}")
 
 
 def _warn(texts: Mapping[str, str]) -> None:

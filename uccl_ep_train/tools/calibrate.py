@@ -28,6 +28,7 @@ from uccl_ep_train.group.windows import Windows
 from uccl_ep_train.settings import env
 from uccl_ep_train.settings.checks import HIDDEN_UNIT, MAX_EXPERTS, MAX_HIDDEN, MAX_TOKENS, MAX_TOPK
 from uccl_ep_train.settings.config import EpConfig
+from uccl_ep_train.settings.variables import of_launcher
 
 MIB = 1 << 20
 UNLIMITED = (1 << 64) - 1
@@ -69,12 +70,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def config_of(options: argparse.Namespace) -> EpConfig:
     """Before the ranks meet. Raises ConfigError for what would only fail later."""
-    ranks = env.read("WORLD_SIZE")
-    if not (ranks.isdecimal() and int(ranks) and env.read("RANK") and env.read("MASTER_ADDR")):
+    if not all(map(env.read, ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"))):
         raise ConfigError(
-            f"WORLD_SIZE = {shown(ranks)}: allowed is a rank of torchrun, which sets its variables"
+            f"WORLD_SIZE = {shown(env.read('WORLD_SIZE'))}: allowed is a rank of torchrun, which sets its "
+            "variables"
         )
-    if options.experts % int(ranks):
+    ranks = of_launcher("WORLD_SIZE", 1, 1)
+    of_launcher("RANK", 0, 0, ranks - 1)
+    of_launcher("LOCAL_RANK", 0, 0, ranks - 1)
+    of_launcher("MASTER_PORT", 1, 1, 65535)
+    if options.experts % ranks:
         raise ConfigError(f"--experts {options.experts}: allowed is a multiple of the {ranks} ranks")
     config = EpConfig.from_env(num_experts=options.experts, hidden=options.hidden)
     if config.network.nic_window_bytes is not None or config.network.nic_window_ops is not None:
@@ -126,7 +131,7 @@ def text_of(window: Windows) -> str:
 def _group() -> Iterator[None]:
     on_gpu = torch.cuda.is_available()
     if on_gpu:
-        torch.cuda.set_device(int(env.read("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(of_launcher("LOCAL_RANK", 0, 0) % torch.cuda.device_count())
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     try:
         yield
