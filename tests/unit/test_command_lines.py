@@ -335,33 +335,6 @@ def test_small_tools_refuse(
     refused(tool if tool is megatron.main else lambda _: tool(), words, text, capsys)
 
 
-WITHOUT_DOCSTRINGS = """
-import contextlib, importlib, sys
-assert __debug__ is False
-for name in sys.argv[1:]:
-    tool = importlib.import_module(name)
-    main = getattr(tool, "main", None) or tool._main
-    sys.argv = [name, "--help"]
-    with contextlib.suppress(SystemExit):
-        main(["--help"]) if main.__code__.co_argcount else main()
-    print("\\nshown", name)
-"""
-
-
-def test_every_tool_helps_where_python_has_removed_its_text() -> None:
-    """`python -OO`, or PYTHONOPTIMIZE=2 for a whole job."""
-    modules = (launch, quality, deep_ep, megatron, planner, c_interface, calibrate, doctor, trace, env)
-    names = [module.__name__ for module in modules]
-    done = subprocess.run(
-        [sys.executable, "-OO", "-c", WITHOUT_DOCSTRINGS, *names],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("shown ")] == names, (
-        done.stderr
-    )
-    assert "None" not in done.stdout.splitlines()
-
-
 PLANNER = ("uccl_ep_train.planner", *SWEEP)
 VARIABLES = ("uccl_ep_train.env",)
 
