@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.harness import RankGroup
-from uccl_ep_train import Buffer
+from tests.process_ranks import ProcessRanks, Rank
+from uccl_ep_train import Buffer, EpConfig
 from uccl_ep_train.core.autograd import plain
 from uccl_ep_train.core.routing import is_aligned
 from uccl_ep_train.errors import InputError
@@ -111,6 +114,90 @@ def test_expanded_and_strided_gradients_are_accepted(group: RankGroup) -> None:
         assert torch.equal(x.grad, torch.full((T, H), 2.0))
 
     on_all(group, claim)
+
+
+def through(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The identity, whose gradients are of another kind."""
+
+    class Changed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, given: Tensor) -> Tensor:
+            return given.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return change(gradient)
+
+    return Changed.apply
+
+
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "negated": lambda gradient: torch._neg_view(gradient.neg()),
+    "sparse": Tensor.to_sparse,
+    "sparse rows": lambda gradient: gradient.to_sparse(1),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_other_kinds_count_as_what_they_mean(group: RankGroup, kind: str) -> None:
+    change = through(KINDS[kind])
+
+    def claim(rank: int, buffer: Buffer) -> None:
+        x, idx, weights = inputs(rank)
+        found = []
+        for wrapped in (torch.clone, change):
+            got = buffer.dispatch(x, idx, weights)
+            assert got.row_weights is not None
+            rows = wrapped(got.rows) * wrapped(got.row_weights)[:, None]
+            out = wrapped(buffer.combine(rows, got.handle))
+            found.append(torch.autograd.grad(out.square().sum(), (x, weights)))
+        assert all(map(torch.equal, *found))
+
+    on_all(group, claim)
+
+
+def test_batches_of_gradients_are_refused() -> None:
+    """Of one rank: torch.func's levels are a thread's, and backward runs on another."""
+
+    def claim(rank: int, buffer: Buffer) -> None:
+        x, idx, weights = inputs(rank)
+        got = buffer.dispatch(x, idx, weights)
+        out = buffer.combine(got.rows, got.handle)
+        for result, given in ((got.rows, x), (got.row_weights, weights), (out, got.rows)):
+            batch = torch.ones(2, *result.shape)
+            with pytest.raises(InputError, match="has no memory of its own"):
+                torch.autograd.grad(result, given, batch, is_grads_batched=True, retain_graph=True)
+        assert torch.equal(torch.autograd.grad(out.sum(), x)[0], torch.full((T, H), 2.0))
+
+    with RankGroup(1, {"num_experts": E, "hidden": H, "dispatch_dtype": "bf16"}) as alone:
+        on_all(alone, claim)
+
+
+def take_gradients_under_way(rank: Rank) -> None:
+    from torch.distributed._functional_collectives import all_reduce  # takes a second
+
+    def reduce(given: Tensor) -> Tensor:
+        started: Tensor = all_reduce(given.contiguous(), "sum", dist.group.WORLD)
+        assert type(started) is not Tensor
+        return started
+
+    reduced = through(reduce)
+    x, _, weights = inputs(rank.rank)
+    idx = torch.tensor([[0, E // 2]] * T)
+    with Buffer(rank.group, EpConfig(num_experts=E, hidden=H, budget_bytes=16 << 20)) as buffer:
+        got = buffer.dispatch(x, idx, weights, dispatch_dtype="bf16")
+        out = buffer.combine(reduced(got.rows), got.handle)
+        (reduced(out).sum() + reduced(got.row_weights).sum()).backward()
+        assert torch.equal(x.grad, torch.full((T, H), 8.0))
+        assert torch.equal(weights.grad, torch.full((T, K), 2.0))
+        with pytest.raises(InputError, match=r"x is the result of a collective under way; pass x\.wait"):
+            buffer.dispatch(reduce(x.detach()), idx, dispatch_dtype="bf16")
+        buffer.dispatch(reduce(x.detach()).wait(), idx, dispatch_dtype="bf16")
+
+
+def test_gradients_may_be_results_of_collectives_under_way() -> None:
+    with ProcessRanks(2, take_gradients_under_way) as ranks:
+        ranks.results()
 
 
 def test_results_may_be_changed_in_place_and_inputs_too(group: RankGroup) -> None:

@@ -320,6 +320,9 @@ def test_wrong_arguments_are_refused(buffer: Buffer) -> None:
         Operators(buffer, capacity=39).dispatch_again(x, got.ticket)
     with pytest.raises(InputError, match="topk_idx"):
         calls.dispatch(x, idx.to(torch.int32), probs)
+    for sparse in ((x.to_sparse(), idx, probs), (x, idx.to_sparse(), probs)):
+        with pytest.raises(InputError, match=r"is torch\.sparse_coo; allowed is a plain dense tensor"):
+            calls.dispatch(*sparse)
 
 
 def test_numpy_s_integers_are_integers(buffer: Buffer) -> None:

@@ -202,12 +202,12 @@ class Buffer(Uncopied):
     def combine_gradients(self, handle: DispatchHandle, bias: Bias = ()) -> autograd.CombineGradients:
         """The backward of a dispatch, which may be called any number of times. `bias`: as of `combine`."""
 
-        def run(grad_rows_RH: Tensor, grad_row_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        def run(grad_rows: Tensor, grad_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
             self._ready()
             with self._operation("dispatch_backward"):
                 with Call(self._launcher, "backward of dispatch"):
-                    call = self._checks.combine(autograd.plain(grad_rows_RH), handle, bias)
-                    launched = self._launcher.combine(call, row_values=autograd.plain(grad_row_weights))
+                    call, values = self._checks.gradients_of_dispatch(grad_rows, grad_weights, handle, bias)
+                    launched = self._launcher.combine(call, row_values=values)
                 self._finish(launched)
             return launched.out, launched.values
 
@@ -279,7 +279,7 @@ class Buffer(Uncopied):
             self._ready()
             with self._operation("combine_backward"):
                 with Call(self._launcher, "backward of combine"):
-                    call = self._checks.gradients_of_combine(autograd.plain(grad_out_TH), handle, wire)
+                    call = self._checks.gradients_of_combine(grad_out_TH, handle, wire)
                     launched = self._launcher.dispatch(call, aside=False)
                 self._finish(launched)
             return launched.outputs.rows

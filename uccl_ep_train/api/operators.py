@@ -158,6 +158,8 @@ def _check_kinds(number: int, what: str, **given: Any) -> None:
             kind: type = int if name == "num_tokens" else Tensor
             if not (_is_whole(value) if kind is int else isinstance(value, kind)):
                 raise DtypeError(f"{name} is {type(value).__name__}; allowed is {kind.__name__}")
+            if kind is Tensor and value.layout != torch.strided:
+                raise InputError(f"{name} is {value.layout}; allowed is a plain dense tensor")
 
 
 def _is_whole(value: object) -> bool:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from uccl_ep_train.common.opaque import opaque
 from uccl_ep_train.core.routing import is_aligned
+from uccl_ep_train.core.tensors import has_memory, is_under_way
 from uccl_ep_train.errors import InputError
 
 CombineGradients = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
@@ -46,11 +47,19 @@ Gradient = TypeVar("Gradient", Tensor, Tensor | None)
 
 
 def plain(rows: Gradient) -> Gradient:
-    """As an engine takes rows. Gradients are often expanded scalars (from a sum), strided or odd views."""
+    """As an engine takes rows. Gradients are often expanded scalars (from a sum), strided or odd views.
+
+    They may also be sparse (a `gather` can make them so), negated views, or results of a collective under
+    way. What has no memory comes back as it is: checks refuse it by name.
+    """
     if rows is None:
         return None
-    rows = rows.contiguous()
-    return rows if is_aligned(rows) else rows.clone()
+    if type(rows) is not Tensor and is_under_way(rows):
+        rows = rows.trigger_wait()
+    if rows.layout != torch.strided:
+        rows = rows.to_dense()
+    rows = rows.resolve_neg().contiguous()
+    return rows if not has_memory(rows) or is_aligned(rows) else rows.clone()
 
 
 class _Once(torch.autograd.Function):

@@ -17,7 +17,7 @@ from uccl_ep_train.common.handle import DispatchHandle, Fp8Rows, RowLayout
 from uccl_ep_train.common.shown import shown
 from uccl_ep_train.common.uncopied import Uncopied
 from uccl_ep_train.core import autograd, routing
-from uccl_ep_train.core.tensors import check_mode
+from uccl_ep_train.core.tensors import check_mode, check_tensor
 from uccl_ep_train.errors import ClosedError, CommunicationError, EpError, InputError, told
 from uccl_ep_train.settings.config import EpConfig
 
@@ -171,9 +171,20 @@ class Checks:
 
     def gradients_of_combine(self, grad_out_TH: Tensor, handle: DispatchHandle, wire: str) -> DispatchCall:
         """The dispatch that is a combine's backward."""
+        grad_out_TH = autograd.plain(grad_out_TH)
+        check_tensor("the gradient", grad_out_TH, 2, self.device)
         return DispatchCall(
             grad_out_TH, routing.PLANNED, handle, handle.row_layout, wire, self.config.wire.fp8_scale
         )
+
+    def gradients_of_dispatch(
+        self, rows: Tensor, weights: Tensor | None, handle: DispatchHandle, bias: Bias
+    ) -> tuple[CombineCall, Tensor | None]:
+        """The combine that is a dispatch's backward, and the weights' gradients as it takes them."""
+        weights = autograd.plain(weights)
+        if weights is not None:
+            check_tensor("the gradient of row_weights", weights, weights.dim(), self.device)
+        return self.combine(autograd.plain(rows), handle, bias), weights
 
     def combine(
         self,

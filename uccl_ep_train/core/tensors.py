@@ -44,7 +44,9 @@ def check_tensor(name: str, tensor: Tensor, dims: int, device: torch.device) -> 
         raise InputError(f"{name} has a tangent of forward-mode autograd; allowed is reverse mode")
     if tensor.is_neg():
         raise InputError(f"{name} is a view with other signs than its memory; pass {name}.resolve_neg()")
-    if tensor.numel() > 0 and not _has_memory(tensor):
+    if tensor.numel() > 0 and not has_memory(tensor):
+        if is_under_way(tensor):
+            raise InputError(f"{name} is the result of a collective under way; pass {name}.wait()")
         raise InputError(
             f"{name}, a {type(tensor).__name__}, has no memory of its own (it is a wrapper, freed, or fake); "
             "allowed is a plain tensor"
@@ -56,7 +58,13 @@ def _has_tangent(tensor: Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
-def _has_memory(tensor: Tensor) -> bool:
+def is_under_way(tensor: Tensor) -> bool:
+    """Of torch's functional collectives: an `AsyncCollectiveTensor`, whose class few programs import."""
+    return hasattr(tensor, "trigger_wait")
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """An empty one has none either."""
     try:
         return tensor.data_ptr() != 0
     except RuntimeError:  # of torch.func, for one
