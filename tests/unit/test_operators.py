@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, library
+from torch.masked import masked_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.process_ranks import ProcessRanks, Rank
@@ -323,6 +325,45 @@ def test_wrong_arguments_are_refused(buffer: Buffer) -> None:
     for sparse in ((x.to_sparse(), idx, probs), (x, idx.to_sparse(), probs)):
         with pytest.raises(InputError, match=r"is torch\.sparse_coo; allowed is a plain dense tensor"):
             calls.dispatch(*sparse)
+
+
+def wrapped(tensor: Tensor) -> list[Tensor]:
+    """What torch asks for an implementation of its own."""
+    strided = torch.nested.nested_tensor([tensor], layout=torch.strided)
+    return [TwoTensor(tensor, tensor), masked_tensor(tensor.float(), tensor > 0), strided]
+
+
+@pytest.mark.filterwarnings("ignore:.*MaskedTensor", "ignore:.*nested tensors")
+def test_what_torch_would_not_give_an_operator_is_refused_and_counts(buffer: Buffer) -> None:
+    calls = Operators(buffer, capacity=CAPACITY)
+    x, idx, probs = (tensor.detach() for tensor in inputs(0, 5))
+    got = calls.dispatch(x, idx, probs)
+    wrong: list[Callable[[], Any]] = [
+        *(partial(calls.dispatch, other, idx, probs) for other in wrapped(x)),
+        *(partial(calls.dispatch, x, other, probs) for other in wrapped(idx)[::2]),
+        *(partial(calls.dispatch_again, other, got.ticket) for other in wrapped(x)),
+        *(partial(calls.combine, other, got.ticket, 5) for other in wrapped(got.rows)),
+        *(partial(calls.combine, got.rows, other, 5) for other in (torch.zeros(2), got.ticket.double())),
+        lambda: calls.combine(got.rows, got.ticket, 1 << 70),
+    ]
+    for call in wrong:
+        before = buffer._launcher.num_calls()
+        with pytest.raises(InputError, match="allowed is"):
+            call()
+        assert buffer._launcher.num_calls() == before + 1
+    assert torch.equal(calls.combine(got.rows, got.ticket, 5), 2 * x)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_reverse_mode_of_torch_func_is_refused(buffer: Buffer, compiles: bool) -> None:
+    layer = Layer(Operators(buffer, capacity=CAPACITY))
+    x, idx, probs = (tensor.detach() for tensor in inputs(0, 7))
+
+    def derivative() -> Tensor:
+        return torch.func.grad(lambda rows: layer(rows, idx, probs)[0].float().sum())(x)
+
+    with pytest.raises(InputError, match=r"allowed is torch\.autograd\.grad"):
+        (torch.compile(derivative, backend="aot_eager") if compiles else derivative)()
 
 
 def test_numpy_s_integers_are_integers(buffer: Buffer) -> None:

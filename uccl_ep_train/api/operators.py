@@ -34,13 +34,12 @@ from uccl_ep_train.common.handle import DispatchHandle
 from uccl_ep_train.common.shown import shown
 from uccl_ep_train.core import autograd
 from uccl_ep_train.core.routing import MAX_TOKENS
+from uccl_ep_train.core.tensors import check_operand, dtype_name, refused_transform
 from uccl_ep_train.errors import ClosedError, DtypeError, InputError, ShapeError
 from uccl_ep_train.settings.checks import integer, whole
 
 HAS_EFFECTS = hasattr(library, "EffectType")
 """Of this torch: operators may have an effect, which keeps them in their order."""
-
-_FORWARD_MODE = "jvp and jacfwd of torch.func are forward mode; allowed is reverse mode"
 
 _tickets = itertools.count(1)
 _numbers = itertools.count(1)
@@ -148,23 +147,23 @@ def _buffer_of(number: int) -> Buffer:
 def _check_kinds(number: int, what: str, **given: Any) -> None:
     """Torch refuses other kinds before an operator runs, and outside graphs such a call would not count."""
     if torch.compiler.is_compiling():
-        if _is_forward_mode():
-            raise InputError(_FORWARD_MODE)
+        if refused := refused_transform():
+            raise InputError(refused)
         return
     with _buffer_of(number).preparing(what):
-        if _is_forward_mode():
-            raise InputError(_FORWARD_MODE)
+        if refused := refused_transform():
+            raise InputError(refused)
         for name, value in given.items():
             kind: type = int if name == "num_tokens" else Tensor
             if not (_is_whole(value) if kind is int else isinstance(value, kind)):
                 raise DtypeError(f"{name} is {type(value).__name__}; allowed is {kind.__name__}")
-            if kind is Tensor and value.layout != torch.strided:
-                raise InputError(f"{name} is {value.layout}; allowed is a plain dense tensor")
+            if kind is Tensor:
+                check_operand(name, value)
 
 
 def _is_whole(value: object) -> bool:
     try:
-        return isinstance(value, torch.SymInt) or whole(value) is not None
+        return isinstance(value, torch.SymInt) or whole(value) < 1 << 63
     except TypeError:
         return False
 
@@ -176,17 +175,11 @@ def _checked(name: str, value: object, most: int) -> int:
         raise InputError(f"{name} = {shown(value)}; allowed is 1 .. {most}") from None
 
 
-def _is_forward_mode() -> bool:
-    """In jvp or jacfwd of torch.func, which would get zeros."""
-    functorch = torch._C._functorch
-    stack = functorch.get_interpreter_stack() or ()
-    return any(transform.key() == functorch.TransformType.Jvp for transform in stack)
-
-
-vars(_is_forward_mode)["_dynamo_marked_constant"] = True  # as `assume_constant_result` tells Dynamo
-
-
 def _plan_of(ticket: Tensor) -> DispatchHandle:
+    if ticket.numel() != 1 or ticket.dtype != torch.int64:
+        raise InputError(
+            f"ticket is {list(ticket.shape)} {dtype_name(ticket)}; allowed is that of a dispatch"
+        )
     number = int(ticket)
     with _lock:
         entry = _plans.get(number)

@@ -55,7 +55,7 @@ def plain(rows: Gradient) -> Gradient:
     if rows is None:
         return None
     if type(rows) is not Tensor and is_under_way(rows):
-        rows = rows.trigger_wait()
+        rows = rows.trigger_wait()  # type: ignore[attr-defined]
     if rows.layout != torch.strided:
         rows = rows.to_dense()
     rows = rows.resolve_neg().contiguous()

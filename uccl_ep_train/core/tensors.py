@@ -71,5 +71,34 @@ def has_memory(tensor: Tensor) -> bool:
         return False
 
 
+_TAKEN = ("FakeTensor", "FunctionalTensor")  # by torch's tracers
+
+
+def check_operand(name: str, tensor: Tensor) -> None:
+    """Of an operator: torch would ask classes that wrap tensors, which know none. Raises `InputError`."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise InputError(
+            f"{name} is {tensor.layout}{', nested' * tensor.is_nested}; allowed is a plain dense tensor"
+        )
+    kind = type(tensor)
+    has_own = kind is not Tensor and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+    if has_own and not (kind.__name__ in _TAKEN or is_under_way(tensor) or has_memory(tensor)):
+        raise InputError(f"{name}, a {kind.__name__}, has no memory of its own; allowed is a plain tensor")
+
+
+def refused_transform() -> str:
+    """Why not, in a transform of torch.func that would get zeros or torch's error; else nothing."""
+    functorch = torch._C._functorch
+    keys = [transform.key() for transform in functorch.get_interpreter_stack() or ()]
+    if functorch.TransformType.Jvp in keys:
+        return "jvp and jacfwd of torch.func are forward mode; allowed is reverse mode"
+    if functorch.TransformType.Grad in keys:
+        return "grad, vjp and jacrev of torch.func do not know operators; allowed is torch.autograd.grad"
+    return ""
+
+
+vars(refused_transform)["_dynamo_marked_constant"] = True  # as `assume_constant_result` tells Dynamo
+
+
 def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
