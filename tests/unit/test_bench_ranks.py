@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 
 from bench import lineup, proxy_load, ranks
 from bench.lineup import Lineup
-from bench.measure import reserve_gpu_memory
+from bench.measure import Recorder, reserve_gpu_memory
 from bench.options import parse_args
 from bench.ranks import DispatchMeeting
+from bench.systems import Sample
 from tests.process_ranks import ProcessRanks, Rank
 from uccl_ep_train import EpConfig
 
@@ -39,6 +41,26 @@ def test_nobody_leaves_a_meeting_before_all_have_come() -> None:
     came, left = zip(*(outcome.value for outcome in outcomes.values()), strict=True)
     assert came[1] - came[0] > LATE_S / 2
     assert min(left) > max(came)
+
+
+def test_what_ranks_do_to_start_together_is_no_processor_time_of_a_system() -> None:
+    ran: list[str] = []
+    traffic: Any = SimpleNamespace(logical_bytes=lambda: 0)
+    system: Any = SimpleNamespace(
+        ops=("dispatch",), bind=lambda _: None, run=ran.append, check=lambda: None, step_seconds=dict,
+        num_windows=lambda: 0.0, wire_bytes=lambda *_: (0, 0),
+    )  # fmt: skip
+
+    def timed(call: Callable[[], None]) -> float:
+        begin = time.process_time()
+        while time.process_time() - begin < 0.05:
+            pass
+        call()
+        return 0.0
+
+    recorder = Recorder(system, timed)
+    recorder.run(Sample(torch.empty(0), torch.empty(0), torch.empty(0), traffic), counted=True)
+    assert ran == ["dispatch"] and recorder._cpu["dispatch"][0] < 0.02e6
 
 
 @pytest.fixture
