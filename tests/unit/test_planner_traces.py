@@ -71,6 +71,16 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
             read([tmp_path / name])
 
 
+def test_a_rank_counts_once(tmp_path: Path) -> None:
+    """Twice, it would have twice the rate: as of `run/*.json`, which has the merged file, too."""
+    path, merged = tmp_path / "t.json", tmp_path / "merged.json"
+    for name in (path, merged):
+        name.write_text(json.dumps(made_up(50.0, 5.0, 2.0)))
+    for more in (path, merged):
+        with pytest.raises(InputError, match=f"{more} is a second trace of rank 0; allowed is a file for"):
+            read([path, more])
+
+
 def test_the_command_prints_what_a_trace_gives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "t.json"
     path.write_text(json.dumps(made_up(50.0, 5.0, 2.0)))

@@ -34,10 +34,20 @@ class TraceRates:
 
 
 def read(paths: Iterable[str | Path]) -> TraceRates:
-    """Of one file for each rank, or a merged one. Raises InputError where one is no trace."""
+    """Of one file for each rank, or a merged one. Raises InputError where one is no trace, or of a rank that
+    an earlier one is of."""
     events: list[Mapping[str, Any]] = []
+    seen: set[str] = set()
     for path in paths:
-        events += read_document(path)[0]
+        own = read_document(path)[0]
+        ranks = {str(event["pid"]) for event in own}
+        if again := seen & ranks:
+            raise InputError(
+                f"paths: {path} is a second trace of rank {min(again)}; allowed is a file for each rank, or "
+                "a merged one alone"
+            )
+        seen |= ranks
+        events += own
     try:
         return _rates(events)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
