@@ -73,6 +73,9 @@ SWEEP = ["--sweep", "--ep", "8"]
         ([*SWEEP, "--picture", "x.foo"], "'x.foo': allowed is a name that ends in .png"),
         ([*SWEEP, "--picture", "/nope/x.png"], "/nope is no folder"),
         (["--trace", "x.json", "--picture", "x.png"], "--picture is for --sweep"),
+        (["--trace", "x.json", "--tokens", "128"], "--tokens is for --sweep"),
+        (["--fit", "bench", "--hardware", "h100"], "--hardware is for --sweep"),
+        (["--fit", "bench", "--ep", "8"], "--ep is for --sweep"),
     ],
 )
 def test_the_planner_refuses(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,21 @@ from uccl_ep_train.settings.checks import (
 )
 
 _MOST_MIB = 1 << 26
+_OF_SWEEP = {
+    "ep": [8, 16, 32, 64, 128, 256],
+    "domain_size": [8, 16],
+    "experts": 256,
+    "topk": 8,
+    "groups": None,
+    "group_topk": None,
+    "tokens": 4096,
+    "hidden": 7168,
+    "dtype": "fp8",
+    "hardware": "h200",
+    "budget_mib": 3072,
+    "picture": None,
+}
+"""Options of a sweep, and what they are by default. A fit and a trace follow none."""
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -35,28 +50,25 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--fit", type=Path, metavar="FOLDER", help="the folder bench: fits rates, prints errors"
     )
     what.add_argument("--trace", type=Path, nargs="+", metavar="FILE", help="of Buffer.trace: its rates")
-    parser.add_argument(
-        "--ep", type=ranks, nargs="+", default=[8, 16, 32, 64, 128, 256], help="ranks of a group"
-    )
-    parser.add_argument("--domain-size", type=ranks, nargs="+", default=[8, 16])
-    parser.add_argument("--experts", type=whole(1, MAX_EXPERTS), default=256)
-    parser.add_argument("--topk", type=whole(1, MAX_TOPK), default=8)
-    parser.add_argument(
-        "--groups", type=whole(1), help="of experts, for routing that is limited to some of them"
-    )
-    parser.add_argument("--group-topk", type=whole(1))
-    parser.add_argument("--tokens", type=whole(1, MAX_TOKENS), default=4096, help="of a rank")
-    hidden = whole(HIDDEN_UNIT, MAX_HIDDEN, multiple=HIDDEN_UNIT)
-    parser.add_argument("--hidden", type=hidden, default=7168)
-    parser.add_argument("--dtype", choices=("fp8", "bf16"), default="fp8", help="of dispatched rows")
-    parser.add_argument("--hardware", choices=sorted(MACHINES), default="h200")
-    parser.add_argument("--budget-mib", type=whole(1, _MOST_MIB), default=3072)
-    parser.add_argument(
-        "--picture", type=output_file(".png"), metavar="FILE.png", help="of a sweep; needs matplotlib"
-    )
+    add = parser.add_argument_group("a sweep").add_argument
+    add("--ep", type=ranks, nargs="+", help="ranks of a group")
+    add("--domain-size", type=ranks, nargs="+")
+    add("--experts", type=whole(1, MAX_EXPERTS))
+    add("--topk", type=whole(1, MAX_TOPK))
+    add("--groups", type=whole(1), help="of experts, for routing that is limited to some of them")
+    add("--group-topk", type=whole(1))
+    add("--tokens", type=whole(1, MAX_TOKENS), help="of a rank")
+    add("--hidden", type=whole(HIDDEN_UNIT, MAX_HIDDEN, multiple=HIDDEN_UNIT))
+    add("--dtype", choices=("fp8", "bf16"), help="of dispatched rows")
+    add("--hardware", choices=sorted(MACHINES))
+    add("--budget-mib", type=whole(1, _MOST_MIB))
+    add("--picture", type=output_file(".png"), metavar="FILE.png", help="of a sweep; needs matplotlib")
     args = parser.parse_args(argv)
-    if args.picture and not args.sweep:
-        parser.error("--picture is for --sweep")
+    for name, usual in _OF_SWEEP.items():
+        if getattr(args, name) is None:
+            setattr(args, name, usual)
+        elif not args.sweep:
+            parser.error(f"--{name.replace('_', '-')} is for --sweep")
     return args
 
 
