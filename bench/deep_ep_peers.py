@@ -206,12 +206,19 @@ def _library() -> tuple[Any, str]:
         return None, f"{type(error).__name__}: {error}"
 
 
+def lacking() -> str:
+    """Why no buffer of deep_ep is measured, or ""."""
+    library, reason = _library()
+    if library is not None and not any(hasattr(library, name) for name in BUFFERS):
+        return f"it has none of {', '.join(BUFFERS)}"
+    return reason
+
+
 def about_deep_ep() -> str:
     """One line: which buffers of deep_ep are measured, or why none is."""
-    library, reason = _library()
-    if library is None:
+    if reason := lacking():
         return f"deep_ep is not measured: {reason}"
-    return f"deep_ep is measured with {', '.join(name for name in BUFFERS if hasattr(library, name))}"
+    return f"deep_ep is measured with {', '.join(name for name in BUFFERS if hasattr(_library()[0], name))}"
 
 
 def importable(case: Case) -> Iterator[tuple[str, Callable[[], System]]]:

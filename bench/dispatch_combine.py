@@ -23,7 +23,7 @@ import torch.distributed as dist
 from bench import plot, report
 from bench.cases import Case
 from bench.deep_ep_peers import about_deep_ep
-from bench.lineup import line_up
+from bench.lineup import SYSTEMS, line_up
 from bench.measure import measure, reserve_gpu_memory
 from bench.options import cases_of, parse_args
 from bench.peers import MegatronAllToAll, about_stock
@@ -67,7 +67,7 @@ def run_rank(args: argparse.Namespace) -> int:
     join_group(args.share_gpus)
     meet = meeting()
     about = report.about_here(args.commit)
-    if dist.get_rank() == 0 and "deep_ep" in args.systems:
+    if dist.get_rank() == 0 and "deep_ep" in (args.systems or SYSTEMS):
         print(about_deep_ep(), flush=True)
     reserve_gpu_memory()
     records = []

@@ -72,9 +72,26 @@ class Lineup:
                 system.close()
 
 
-def line_up(case: Case, wanted: list[str], *, backward: bool, compact: bool) -> Lineup:
-    """Collective. compact: adds systems of ours with compact rows, one row per token and rank."""
+def why_not(system: str, *, backward: bool) -> str:
+    """Why one of `SYSTEMS` has nothing to run here, or ""."""
+    on_gpu = torch.cuda.is_available()
+    if system == "deep_ep":
+        return deep_ep_peers.lacking()
+    if system == "memcpy" and on_gpu:
+        return "it is the floor on CPUs"
+    if system == "torch_autograd" and not (backward and on_gpu):
+        return "it is for --backward on GPUs"
+    return ""
+
+
+def line_up(case: Case, asked: list[str] | None, *, backward: bool, compact: bool) -> Lineup:
+    """Collective. asked: None for all that have something to run. compact: adds systems of ours with compact
+    rows, one row per token and rank."""
     lineup = Lineup(case)
+    reasons = {system: why_not(system, backward=backward) for system in asked or SYSTEMS}
+    if asked:
+        lineup.refused |= {system: reason for system, reason in reasons.items() if reason}
+    wanted = [system for system, reason in reasons.items() if not reason]
     _add_ours(lineup, wanted, backward, compact)
     if "megatron_alltoall" in wanted:
         lineup.add("megatron_alltoall bf16", lambda: MegatronAllToAll(case, backward=backward))
@@ -83,9 +100,9 @@ def line_up(case: Case, wanted: list[str], *, backward: bool, compact: bool) -> 
     if "deep_ep" in wanted:
         for label, make in deep_ep_peers.importable(case):
             lineup.add(label, make)
-    if "memcpy" in wanted and not torch.cuda.is_available():
+    if "memcpy" in wanted:
         lineup.add(f"memcpy {case.dtype}", lambda: Memcpy(case))
-    if "torch_autograd" in wanted and backward and torch.cuda.is_available():
+    if "torch_autograd" in wanted:
         lineup.add("torch_autograd bf16", lambda: TorchAlone(case))
     return lineup
 

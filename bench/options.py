@@ -76,7 +76,7 @@ def parse_args(argv: list[str], about: str = "") -> argparse.Namespace:
         metavar="FILE.npz",
         help="for --routing trace, from recipes.launch --router-trace; default: bench/traces/tiny_host.npz",
     )
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="default: all that can run here")
     parser.add_argument("--backward", action="store_true", help="time forward + backward of both, too")
     parser.add_argument("--compact", action="store_true", help="ours with compact rows, too")
     parser.add_argument("--runs", type=RUNS, default=20, help="counted runs, each with another routing")

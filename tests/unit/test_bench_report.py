@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import deep_ep_peers, plot, report, systems
+from bench import deep_ep_peers, lineup, plot, report, systems
 from bench.cases import BACKWARD, OPS, Case, Traffic
 from bench.lineup import describe
 from bench.measure import Measured, difference_of
@@ -196,6 +196,27 @@ def test_a_deep_ep_that_cannot_be_imported_is_one_line(deep_ep: pytest.MonkeyPat
     deep_ep.setitem(sys.modules, "deep_ep", None)
     assert deep_ep_peers.about_deep_ep().startswith("deep_ep is not measured: ModuleNotFoundError")
     assert list(deep_ep_peers.importable(CASE)) == []
+    deep_ep_peers._library.cache_clear()
+    deep_ep.setitem(sys.modules, "deep_ep", SimpleNamespace())
+    assert deep_ep_peers.about_deep_ep() == (
+        "deep_ep is not measured: it has none of Buffer, ElasticBuffer, HybridEPBuffer"
+    )
+
+
+def test_a_system_that_was_asked_for_and_has_nothing_to_run_is_a_record(deep_ep: pytest.MonkeyPatch) -> None:
+    deep_ep.setitem(sys.modules, "deep_ep", None)
+    for on_gpu, asked, reason in (
+        (False, "torch_autograd", "it is for --backward on GPUs"),
+        (False, "deep_ep", "ModuleNotFoundError"),
+        (True, "memcpy", "it is the floor on CPUs"),
+    ):
+        deep_ep.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
+        found = report.records_of(
+            CASE, [], lineup.line_up(CASE, [asked], backward=False, compact=False).refused, ABOUT
+        )
+        assert [r["system"] for r in found] == [asked] and found[0]["not_run"].startswith(reason)
+        deep_ep.setattr(lineup, "SYSTEMS", (asked,))
+        assert not lineup.line_up(CASE, None, backward=False, compact=False).refused, "nobody asked for it"
 
 
 class _Buffer:
