@@ -14,8 +14,7 @@ from uccl_ep_train.planner.events import simulate
 from uccl_ep_train.planner.machine import Machine
 from uccl_ep_train.planner.report import Prediction
 from uccl_ep_train.planner.shape import Bytes, Router, Shape, row_bytes, spread, stock_bytes
-
-_ROW_MULTIPLE = 128  # elements
+from uccl_ep_train.settings.checks import HIDDEN_UNIT
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def shape_of(model: Model, layout: Layout, domain_size: int, dtype: str) -> Shap
         domain_size,
         router=router,
         tokens=layout.tokens_per_pass,
-        hidden=-(-model.hidden_size // _ROW_MULTIPLE) * _ROW_MULTIPLE,
+        hidden=model.hidden_size + -model.hidden_size % HIDDEN_UNIT,
         dtype=dtype,
     )
 

@@ -121,6 +121,15 @@ def test_the_stock_dispatchers_bytes_are_those_measured() -> None:
     assert ours.dispatch.link < found.dispatch.link / 2
 
 
+@pytest.mark.parametrize(("hidden", "sent"), [(2880, 2880), (7168, 7168), (2890, 2912)])
+def test_rows_are_filled_up_as_the_dispatcher_does(hidden: int, sent: int) -> None:
+    """GPT-OSS: 2,880 is no multiple of 128."""
+    of = dataclasses.replace(model(256, 8), hidden_size=hidden)
+    assert traffic.shape_of(of, layout(4), 8, "bf16").hidden == sent
+    wide, found = (traffic.of_layer(m, layout(4), 8, "bf16") for m in (model(256, 8), of))
+    assert found.combine.link == pytest.approx(wide.combine.link * sent / 7168)
+
+
 def test_recomputation_repeats_the_forward_pass() -> None:
     plain = traffic.of_layer(model(256, 8), layout(4), 8, "fp8")
     for recompute in (FULL, ("moe", "layernorm")):
