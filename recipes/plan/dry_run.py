@@ -20,6 +20,7 @@ from recipes.plan.jobs import Job
 from recipes.plan.memory import Memory
 from recipes.plan.parameters import Parameters
 from uccl_ep_train.planner import report as planned
+from uccl_ep_train.planner.protocol import fullest_plan
 
 _DEDUPLICATES = {"uccl_ep": None, "flex-deepep": "bf16", "flex-hybridep": "bf16"}
 
@@ -76,14 +77,15 @@ def inspect(job: Job) -> Found:
 
 
 def _dispatcher_bytes(job: Job) -> int:
-    """Bytes of the buffer that all layers share. The plug-in's checks of the model run, too: ConfigError.
+    """Bytes of the buffer that all layers share, on the rank that needs most. The plug-in's checks of the
+    model run, too: ConfigError.
 
     If the extension was built without CUDA kernels, the memory plan of a GPU is not known: it may take its
     whole budget.
     """
     import torch
 
-    from uccl_ep_train import Topology, memory_plan
+    from uccl_ep_train import Topology
     from uccl_ep_train.core import cuda
     from uccl_ep_train.megatron.buffers import BufferPool
 
@@ -98,7 +100,7 @@ def _dispatcher_bytes(job: Job) -> int:
         params_dtype=torch.bfloat16, num_moe_experts=job.model.num_experts, hidden_size=job.model.hidden_size
     )
     config = BufferPool(options).ep_config(model, 1, job.layout.ep)
-    plan = memory_plan(config, Topology.split(job.layout.ep, job.domain_size))
+    plan = fullest_plan(config, Topology.split(job.layout.ep, job.domain_size))
     return plan.total_bytes if config.gpu.backend == "cuda" else max(plan.total_bytes, job.budget_bytes)
 
 

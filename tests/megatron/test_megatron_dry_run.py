@@ -20,6 +20,7 @@ from recipes.plan.hardware import NODES
 from tests.megatron import dry_run_case
 from tests.megatron.dry_run_case import Outcome
 from tests.megatron.harness import megatron_is_installed
+from uccl_ep_train.core import cuda
 
 ROOT = Path(__file__).resolve().parents[2]
 Look = Callable[..., Outcome]
@@ -120,6 +121,15 @@ def test_the_recipes_that_train_here_build_and_fit(look: Look) -> None:
     assert 0.7 * proxy.gpu_bytes < proxy.needed_bytes <= proxy.gpu_bytes
     for dispatcher in ("alltoall", "allgather", "flex-deepep", "flex-hybridep"):
         assert not look("dsv3_proxy_4xh200", token_dispatcher=dispatcher, only_config=True).refused
+
+
+@pytest.mark.skipif(not cuda.built(), reason="the memory of a GPU's buffer is not known")
+def test_the_buffer_is_that_of_the_rank_that_needs_most(look: Look) -> None:
+    """Eight ranks in domains of 3, 3 and 2: those of the last one pass on more."""
+    found = look("qwen3_30b_a3b", "h200", domain_size=3)
+    gib, mib = (re.search(words, found.text) for words in (r"buffer +([\d.]+) GiB", r"buffer: (\d+) MiB"))
+    assert gib and mib, found.text
+    assert gib[1] == f"{int(mib[1]) / 1024:.1f}"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import numpy as np
 
 from uccl_ep_train.core import cuda
 from uccl_ep_train.core.stats import MemoryPlan, memory_plan
+from uccl_ep_train.core.topology import Topology
 from uccl_ep_train.errors import ConfigError, ShapeError
 from uccl_ep_train.planner.shape import Shape
 from uccl_ep_train.settings.checks import MAX_WINDOW_CHUNKS
@@ -84,9 +85,7 @@ def protocol_of(shape: Shape, budget_bytes: int = 512 << 20, window_tokens: int 
             "that nvcc has built, see UCCL_EP_CUDA_ARCHS"
         )
     config = config_of(shape, budget_bytes, window_tokens)
-    plan = max(
-        (memory_plan(config, shape.topology, rank) for rank in _classes(shape)), key=lambda p: p.total_bytes
-    )
+    plan = fullest_plan(config, shape.topology)
     assert plan.max_tokens is not None and plan.max_pairs is not None and plan.window_tokens is not None
     pairs = shape.tokens * shape.router.topk
     if shape.tokens > plan.max_tokens or pairs > plan.max_pairs:
@@ -100,7 +99,9 @@ def protocol_of(shape: Shape, budget_bytes: int = 512 << 20, window_tokens: int 
     chunk = min(max(1, USUAL_CHUNK_BYTES // widest), max(1, window // LEAST_CHUNKS))
     slots = math.ceil(window / chunk)
     chunk_bytes = chunk * widest
-    streams = 1 + max(_relayed(shape, rank) for rank in _classes(shape)) if max(shape.domains) > 1 else 1
+    streams = 1
+    if max(shape.domains) > 1:
+        streams += max(_relayed(shape, rank) for rank in _classes(shape.topology))
     pieces = plan["pieces"] // min(streams, 1 + plan.batch_streams) // widest
     row = shape.row_bytes(shape.dtype)
     staged = dispatch = first = plan["rows"] // 2 // row // TOKEN_BLOCK
@@ -151,12 +152,18 @@ def event_rings(shape: Shape) -> int:
     return max(shape.domains) + 1 if len(shape.domains) > 1 else 0
 
 
-def _classes(shape: Shape) -> list[int]:
+def fullest_plan(config: EpConfig, topology: Topology) -> MemoryPlan:
+    """The memory plan of the rank that needs most. Raises what `memory_plan` raises."""
+    plans = (memory_plan(config, topology, rank) for rank in _classes(topology))
+    return max(plans, key=lambda plan: plan.total_bytes)
+
+
+def _classes(topology: Topology) -> list[int]:
     """A rank of each size of domain and place in it: others are like one of them."""
     found: dict[tuple[int, int], int] = {}
-    for first, size in zip(shape.first_of, shape.domains, strict=False):
-        for local in range(size):
-            found.setdefault((size, local), first + local)
+    for members in topology.members:
+        for local, rank in enumerate(members):
+            found.setdefault((len(members), local), rank)
     return list(found.values())
 
 
