@@ -126,6 +126,24 @@ def test_a_trace_of_no_rank_is_not_merged_and_one_of_a_rank_is(
         assert status_of(trace._main, words, capsys)[0] == expected
 
 
+@pytest.mark.parametrize("words", ["a b", "b a b"])
+def test_a_rank_s_trace_is_not_overwritten_by_the_merged_one(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where the name of the merged file is forgotten, or one of the parts."""
+    for rank, name in enumerate("ab"):
+        about = {"rank": rank, "host": "h", "lost_events": 0}
+        (tmp_path / name).write_text(json.dumps({"traceEvents": [], "otherData": about}))
+    before = [(tmp_path / name).read_text() for name in "ab"]
+    paths = [str(tmp_path / word) for word in words.split()]
+    status, said = status_of(trace._main, paths, capsys)
+    assert status == 1 and f"out: {paths[0]} is the trace of a rank; allowed is another file" in said
+    assert [(tmp_path / name).read_text() for name in "ab"] == before
+    merged = str(tmp_path / "out.json")
+    for _ in range(2):  # a merged one may be written again
+        assert status_of(trace._main, [merged, *paths[1:]], capsys)[0] == 0
+
+
 def test_events_that_give_no_rates_are_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     event = {"name": "q", "ph": "X", "pid": 0, "tid": 7, "args": {}}
     (tmp_path / "x.json").write_text(json.dumps({"traceEvents": [event]}))

@@ -115,7 +115,8 @@ def merge_traces(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike
     Ranks of one host share CLOCK_MONOTONIC, so their times are comparable. Clocks of different hosts are not
     aligned: compare times within one host only. `otherData` of the result names the host of each rank.
 
-    Raises `InputError` if a file cannot be read or written, is no trace of this package, or repeats a rank.
+    Raises `InputError` if a file cannot be read or written, is no trace of this package, or repeats a rank,
+    and where `out` is itself the trace of a rank, which would be lost.
     """
     merged: list[dict[str, Any]] = []
     hosts: dict[str, str] = {}
@@ -130,12 +131,21 @@ def merge_traces(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike
             raise InputError(f"paths: {path} is a second trace of rank {rank}")
         hosts[rank] = host
         merged += events
+    if _is_of_a_rank(out):
+        raise InputError(f"out: {out} is the trace of a rank; allowed is another file, which comes first")
     about = {"clock": "CLOCK_MONOTONIC", "hosts": hosts, "lost_events": lost}
     try:
         document = {"traceEvents": merged, "displayTimeUnit": "ns", "otherData": about}
         Path(out).write_text(json.dumps(document))
     except OSError as error:
         raise InputError(f"out: {out} cannot be written ({error})") from error
+
+
+def _is_of_a_rank(path: str | os.PathLike[str]) -> bool:
+    try:
+        return "rank" in read_document(path)[1]
+    except InputError:
+        return False
 
 
 def read_document(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
