@@ -19,13 +19,18 @@ from recipes.models.recipe import Recipe
 NUM_STEPS = 4  # saved steps, evenly over the run; the last step is one of them
 
 
+def saved_steps(num_steps: int) -> list[int]:
+    """Of a run, ascending."""
+    return sorted({num_steps * (i + 1) // NUM_STEPS for i in range(NUM_STEPS)} - {0})
+
+
 class RouterTrace:
     """Listens to the routers, on every rank; `after_step` is collective. Without a file it does nothing."""
 
     def __init__(self, file: Path | None, moe_layers: Iterable[Any], recipe: Recipe) -> None:
         self._file = file
         self._recipe = recipe
-        self._steps = {recipe.num_steps * (i + 1) // NUM_STEPS for i in range(NUM_STEPS)}
+        self._steps = saved_steps(recipe.num_steps)
         self._chosen: list[list[torch.Tensor]] = []  # [layer][micro-batch] of the present step
         self._saved: dict[int, torch.Tensor] = {}
         for layer in moe_layers if file else ():

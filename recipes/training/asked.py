@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from recipes.measure.router_trace import saved_steps
 from recipes.models.recipe import Recipe, RecipeError
 from recipes.training.checkpoint import CheckpointError, Checkpoints
 
@@ -61,7 +62,24 @@ def check_folders(args: argparse.Namespace, recipe: Recipe, runs: dict[Path, str
         if args.start_from is not None:
             other = Checkpoints(args.start_from / "checkpoints", own, of_another=True)
             _check_start(other, folder)
+        if args.router_trace is not None:
+            begun = [] if args.restart else checkpoints.steps()
+            if not begun and args.start_from is not None:
+                begun = other.steps()
+            _check_router_trace(args, recipe, (begun or [0])[-1])
         _check_writable(folder)
+
+
+def _check_router_trace(args: argparse.Namespace, recipe: Recipe, begin: int) -> None:
+    """begin: the step that the run goes on from."""
+    end = args.stop_at or recipe.num_steps
+    steps = saved_steps(recipe.num_steps)
+    if not any(begin < step <= end for step in steps):
+        raise CheckpointError(
+            f"--router-trace {args.router_trace}: allowed is a run that does one of the steps "
+            f"{', '.join(map(str, steps))}, of which routing is saved; this one would go "
+            f"from step {begin} to {end}"
+        )
 
 
 def make_folders(runs: Iterable[Path]) -> None:
