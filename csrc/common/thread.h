@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <cfenv>
 #include <string>
 #include <system_error>
 #include <thread>
@@ -13,8 +14,9 @@
 
 namespace uccl_ep {
 
-// Runs `run` on a thread that gets no signals: they are for the application's threads. Throws LimitFailure(kThreads)
-// if the host allows no more threads; `what` names the thread.
+// Runs `run` on a thread that gets no signals: they are for the application's threads. Nor does its arithmetic follow
+// the starting thread's, which may flush denormals or round otherwise: contract 2. Throws LimitFailure(kThreads) if the
+// host allows no more threads; `what` names the thread.
 template <typename Run>
 std::thread start_thread(const char* what, Run run) {
   struct Blocked {
@@ -28,7 +30,10 @@ std::thread start_thread(const char* what, Run run) {
   };
   try {
     const Blocked blocked;
-    return std::thread(std::move(run));
+    return std::thread([run = std::move(run)]() mutable {
+      std::fesetenv(FE_DFL_ENV);
+      run();
+    });
   } catch (const std::system_error& error) {
     throw LimitFailure(HostLimit::kThreads, std::string("no thread for ") + what + ": " + error.code().message());
   }

@@ -251,6 +251,28 @@ def counted(call: Callable[[Tensor], Tensor], x: Tensor) -> Any:
         return call(x)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "wire", "comes_as"),
+    [(torch.float32, "bf16", 1.5 * 2**-127), (torch.bfloat16, "fp8", 2**-126)],  # the least code of FP8
+)
+def test_denormals_are_kept_whatever_the_thread_does_that_creates_the_buffer(
+    dtype: torch.dtype, wire: Any, comes_as: float
+) -> None:
+    """Threads inherit the arithmetic of who starts them."""
+    x, wanted = (torch.full((T, H), value, dtype=dtype) for value in (1.5 * 2**-127, comes_as))
+    routing_map = torch.ones(T, 2, dtype=torch.bool)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush denormals")
+    try:
+        assert not (x.float() * 2).count_nonzero()  # control
+        with Buffer(None, EpConfig(**SETTINGS), bootstrap=LocalBootstrap.create(1)[0]) as buffer:
+            got = buffer.dispatch(x, routing_map=routing_map, dispatch_dtype=wire)
+            out = buffer.combine(got.rows, got.handle)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(got.rows, wanted.repeat(2, 1)) and torch.equal(out, wanted * 2)
+
+
 SETTINGS: dict[str, Any] = {"num_experts": 2, "hidden": H, "backend": "host", "budget_bytes": 64 << 20}
 ONE = torch.zeros(T, 1, dtype=torch.int64)
 CALLS: dict[str, Callable[[Buffer, DispatchHandle, Tensor], Any]] = {
