@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.masked import masked_tensor
 
 from tests.harness import RankGroup
 from uccl_ep_train import Buffer, DispatchResult, Fp8Rows
@@ -157,6 +159,27 @@ def test_tensors_inside_a_transform_of_torch_are_refused(
         given = x() if transform is torch.func.grad else x()[None]
         with pytest.raises(InputError, match="x, a Tensor, has no memory of its own"):
             transform(call)(given)
+        assert_usable(buffer)
+
+    group.run(refuse)
+
+
+def without_tokens(kind: str, call: Callable[[Tensor], Any]) -> None:
+    empty = torch.ones(0, H, dtype=BF16)
+    if kind == "fake":
+        call(FakeTensorMode().from_tensor(empty))
+    elif kind == "grad":
+        torch.func.grad(lambda given: call(given).rows.float().sum())(empty)
+    else:
+        call(masked_tensor(empty.float(), torch.ones(0, H, dtype=torch.bool)))  # takes no bf16
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["fake", "grad", "masked"])
+def test_wrappers_without_tokens_are_refused_like_those_with_some(group: RankGroup, kind: str) -> None:
+    def refuse(rank: int, buffer: Buffer) -> None:
+        with pytest.raises(InputError, match=r"x, a \w+, has no memory of its own"):
+            without_tokens(kind, lambda given: buffer.dispatch(given, ids(K, 0)))
         assert_usable(buffer)
 
     group.run(refuse)

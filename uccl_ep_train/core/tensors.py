@@ -11,6 +11,8 @@ from uccl_ep_train.errors import DeviceError, DtypeError, InputError, ShapeError
 
 _RECORDERS = ("FakeTensorMode", "FunctionalTensorMode", "ProxyTorchDispatchMode")  # imported by few programs
 
+_NO_WRAPPER = Tensor.__torch_dispatch__
+
 
 def check_mode() -> None:
     """Nobody records calls of torch, or runs them on fakes: what an engine does would be missing there."""
@@ -44,7 +46,7 @@ def check_tensor(name: str, tensor: Tensor, dims: int, device: torch.device) -> 
         raise InputError(f"{name} has a tangent of forward-mode autograd; allowed is reverse mode")
     if tensor.is_neg():
         raise InputError(f"{name} is a view with other signs than its memory; pass {name}.resolve_neg()")
-    if tensor.numel() > 0 and not has_memory(tensor):
+    if not has_memory(tensor):
         if is_under_way(tensor):
             raise InputError(f"{name} is the result of a collective under way; pass {name}.wait()")
         raise InputError(
@@ -64,10 +66,14 @@ def is_under_way(tensor: Tensor) -> bool:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """An empty one has none either."""
+    """Its elements lie where it says; if it has none, those of others like it would."""
     try:
-        return tensor.data_ptr() != 0
-    except RuntimeError:  # of torch.func, for one
+        if tensor.data_ptr() != 0:
+            return True
+        if tensor.numel() > 0:
+            return False
+        return type(tensor).__torch_dispatch__ is _NO_WRAPPER or tensor.new_empty(1).data_ptr() != 0
+    except (RuntimeError, TypeError):  # of torch.func, for one
         return False
 
 
