@@ -156,6 +156,18 @@ def test_gradients_of_other_kinds_count_as_what_they_mean(group: RankGroup, kind
     on_all(group, claim)
 
 
+def test_zeros_without_memory_are_gradients_of_zero(group: RankGroup) -> None:
+    def claim(rank: int, buffer: Buffer) -> None:
+        x, idx, weights = inputs(rank)
+        for combines in (False, True):
+            got = buffer.dispatch(x, idx, weights)
+            out = buffer.combine(got.rows, got.handle) if combines else got.rows
+            of_x, *_ = torch.autograd.grad(out, x, torch._efficientzerotensor(out.shape))
+            assert torch.equal(of_x, torch.zeros_like(x))
+
+    on_all(group, claim)
+
+
 def test_batches_of_gradients_are_refused() -> None:
     """Of one rank: torch.func's levels are a thread's, and backward runs on another."""
 

@@ -130,7 +130,6 @@ def test_a_trace_of_no_rank_is_not_merged_and_one_of_a_rank_is(
 def test_a_rank_s_trace_is_not_overwritten_by_the_merged_one(
     words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As where the name of the merged file is forgotten, or one of the parts."""
     for rank, name in enumerate("ab"):
         about = {"rank": rank, "host": "h", "lost_events": 0}
         (tmp_path / name).write_text(json.dumps({"traceEvents": [], "otherData": about}))
@@ -139,9 +138,8 @@ def test_a_rank_s_trace_is_not_overwritten_by_the_merged_one(
     status, said = status_of(trace._main, paths, capsys)
     assert status == 1 and f"out: {paths[0]} is the trace of a rank; allowed is another file" in said
     assert [(tmp_path / name).read_text() for name in "ab"] == before
-    merged = str(tmp_path / "out.json")
-    for _ in range(2):  # a merged one may be written again
-        assert status_of(trace._main, [merged, *paths[1:]], capsys)[0] == 0
+    merge = [str(tmp_path / "out.json"), *paths[1:]]
+    assert [status_of(trace._main, merge, capsys)[0] for _ in range(2)] == [0, 0]  # it may be written again
 
 
 def test_events_that_give_no_rates_are_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,8 +298,7 @@ def test_the_calibration_refuses_before_ranks_meet(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(calibrate, "_group", lambda: pytest.fail("ranks meet"))
     refused(calibrate.main, words, text, capsys)
-    wrong = {"WORLD_SIZE": HUGE, "RANK": "2", "LOCAL_RANK": "x", "MASTER_PORT": "99999"}
-    for name, value in wrong.items():
+    for name, value in (("WORLD_SIZE", HUGE), ("RANK", "2"), ("LOCAL_RANK", "x"), ("MASTER_PORT", "99999")):
         with monkeypatch.context() as other:
             other.setenv(name, value)
             refused(calibrate.main, [], f"environment variable {name} = '{value[:40]}", capsys)

@@ -49,8 +49,8 @@ Gradient = TypeVar("Gradient", Tensor, Tensor | None)
 def plain(rows: Gradient) -> Gradient:
     """As an engine takes rows. Gradients are often expanded scalars (from a sum), strided or odd views.
 
-    They may also be sparse (a `gather` can make them so), negated views, or results of a collective under
-    way. What has no memory comes back as it is: checks refuse it by name.
+    They may also be sparse (a `gather` can make them so), negated views, zeros that torch keeps no memory
+    for, or results of a collective under way. What else has no memory is refused by checks, by name.
     """
     if rows is None:
         return None
@@ -58,6 +58,8 @@ def plain(rows: Gradient) -> Gradient:
         rows = rows.trigger_wait()  # type: ignore[attr-defined]
     if rows.layout != torch.strided:
         rows = rows.to_dense()
+    if rows._is_zerotensor():
+        rows = rows.clone()
     rows = rows.resolve_neg().contiguous()
     return rows if not has_memory(rows) or is_aligned(rows) else rows.clone()
 
