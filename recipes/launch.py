@@ -237,12 +237,7 @@ def train_rank(args: argparse.Namespace, recipe: Recipe, why_cpu: str, run_dir: 
     data_dir = Path("runs") / "data"
     outcome = loop.run(recipe, run_dir, data_dir, args.router_trace, args.start_from, args.stop_at)
     if dist.get_rank() == 0:
-        state = "finished" if outcome.finished else "stopped, the same command resumes it,"
-        print(
-            f"{recipe.name} with {recipe.token_dispatcher}: {state} at step {outcome.step}, "
-            f"validation loss {outcome.val_loss:.4f} nats per byte, {outcome.seconds:.0f} s",
-            flush=True,
-        )
+        print(f"{recipe.name} with {recipe.token_dispatcher}: {outcome}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
     return 0

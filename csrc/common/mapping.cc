@@ -174,7 +174,7 @@ void Mapping::grow(uint64_t num_bytes) {
   rlimit most = {};
   // Asked before, because the kernel ends a process that exceeds it, unless the signal is ignored.
   if (getrlimit(RLIMIT_FSIZE, &most) == 0 && num_bytes > most.rlim_cur)
-    throw LimitFailure(HostLimit::kFileSize, what + " " + name_ + ": " + std::strerror(EFBIG), num_bytes);
+    throw LimitFailure(HostLimit::kFileSize, what + " " + path_of(name_) + ": " + std::strerror(EFBIG), num_bytes);
   if (ftruncate(fd_, static_cast<off_t>(num_bytes)) != 0) fail(what, name_, errno, num_bytes);
   if (share(num_bytes)) return;
   map(num_bytes);

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import time
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,14 +42,29 @@ class _Stop:
         self.requested = True
 
 
+class Validated(NamedTuple):
+    """A validation after `step`, in nats per byte."""
+
+    step: int
+    loss: float
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. `finished` is false after Ctrl-C; `val_loss` is the last one measured."""
+    """How a run ended. `finished` is false after Ctrl-C. `validated` is the last validation that it made."""
 
     finished: bool
     step: int
-    val_loss: float
+    validated: Validated | None
     seconds: float
+
+    def __str__(self) -> str:
+        state = "finished" if self.finished else "stopped, the same command resumes it,"
+        said = "no validation"
+        if self.validated is not None:
+            when = "" if self.validated.step == self.step else f" at step {self.validated.step}"
+            said = f"validation loss {self.validated.loss:.4f} nats per byte{when}"
+        return f"{state} at step {self.step}, {said}, {self.seconds:.0f} s"
 
 
 def _forward_step(
@@ -165,11 +179,11 @@ def run(
             f"{recipe.tokens_per_step} tokens a step; step {first_step} of {recipe.num_steps}"
         )
     started = time.perf_counter()
-    step, stopped, val_loss = first_step, False, math.nan
+    step, stopped, validated = first_step, False, None
     if first_step == 0 or first_step == recipe.num_steps:
-        val_loss = _validate(training, val_batches, recipe)
+        validated = Validated(first_step, _validate(training, val_batches, recipe))
         if reporter:
-            reporter.say(f"validation loss {val_loss:.4f} nats per byte at step {first_step}")
+            reporter.say(f"validation loss {validated.loss:.4f} nats per byte at step {first_step}")
     while step < recipe.num_steps and not stopped:
         step += 1
         clock.take()
@@ -184,7 +198,7 @@ def run(
         step_val = (
             _validate(training, val_batches, recipe) if step % recipe.val_interval == 0 or last else None
         )
-        val_loss = step_val if step_val is not None else val_loss
+        validated = validated if step_val is None else Validated(step, step_val)
         if reporter:
             metrics = StepMetrics(
                 step=step,
@@ -203,7 +217,7 @@ def run(
         reporter.close()
     if step == recipe.num_steps:
         _prove(recipe, training, val_batches)
-    return Outcome(step == recipe.num_steps, step, val_loss, time.perf_counter() - started)
+    return Outcome(step == recipe.num_steps, step, validated, time.perf_counter() - started)
 
 
 def _prove(recipe: Recipe, training: Training, batches: Batches) -> None:

@@ -21,6 +21,7 @@ from recipes.measure.plot import plot_losses
 from recipes.measure.proof import Crossing, ProofError, check, expected_dispatch_bytes
 from recipes.plan import devices
 from recipes.training.checkpoint import CheckpointError, Checkpoints, settings_of
+from recipes.training.loop import Outcome, Validated
 from tests.megatron.harness import MegatronRanks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -240,6 +241,19 @@ def test_the_proof_of_crossing_notices_what_did_not_cross(lost: str) -> None:
             check([crossing(), crossing(**{"layer": 2, lost: num_bytes})])
     with pytest.raises(ProofError, match=r"no layer.*rank 3 go to domain 0"):
         check([crossing(), crossing(rank=3, domain=0, dispatch_bytes=0, expected_dispatch_bytes=0)])
+
+
+def test_a_run_says_of_which_step_its_validation_is() -> None:
+    """As one that was stopped between two validations, or before it made one."""
+    validated = Validated(5, 1.5)
+    assert str(Outcome(True, 5, validated, 3.2)) == (
+        "finished at step 5, validation loss 1.5000 nats per byte, 3 s"
+    )
+    stopped = "stopped, the same command resumes it, at step 7"
+    assert str(Outcome(False, 7, validated, 3.2)) == (
+        f"{stopped}, validation loss 1.5000 nats per byte at step 5, 3 s"
+    )
+    assert str(Outcome(False, 7, None, 3.2)) == f"{stopped}, no validation, 3 s"
 
 
 @pytest.fixture(params=["cpu", "cuda"])
