@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
-from uccl_ep_train.common.command_line import output_file, run, whole
+from uccl_ep_train.common.command_line import number, output_file, run, whole
 from uccl_ep_train.errors import EpError
 from uccl_ep_train.planner import accuracy, report, traces
 from uccl_ep_train.planner.machine import MACHINES
-from uccl_ep_train.planner.shape import Router, Shape
+from uccl_ep_train.planner.shape import Router, Shape, read_trace
 from uccl_ep_train.settings.checks import (
     HIDDEN_UNIT,
     MAX_EXPERTS,
@@ -24,6 +25,9 @@ from uccl_ep_train.settings.checks import (
 )
 
 _MOST_MIB = 1 << 26
+_MOST_SKEW = 100.0
+_SLOW_S = 1.0
+"""A sweep tells of each group that takes longer."""
 _OF_SWEEP = {
     "ep": [8, 16, 32, 64, 128, 256],
     "domain_size": [8, 16],
@@ -36,6 +40,9 @@ _OF_SWEEP = {
     "dtype": "fp8",
     "hardware": "h200",
     "budget_mib": 3072,
+    "skew": 0.0,
+    "router_trace": None,
+    "layer": 0,
     "picture": None,
 }
 """Options of a sweep, and what they are by default. A fit and a trace follow none."""
@@ -62,6 +69,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", choices=("fp8", "bf16"), help="of dispatched rows")
     add("--hardware", choices=sorted(MACHINES))
     add("--budget-mib", type=whole(1, _MOST_MIB))
+    add("--skew", type=number(0, _MOST_SKEW), help="standard deviation of the experts' logits")
+    add("--router-trace", type=Path, metavar="FILE", help="routing of recipes.launch --router-trace")
+    add("--layer", type=whole(0), help="of the router's trace")
     add("--picture", type=output_file(".png"), metavar="FILE.png", help="of a sweep; needs matplotlib")
     args = parser.parse_args(argv)
     for name, usual in _OF_SWEEP.items():
@@ -69,6 +79,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
             setattr(args, name, usual)
         elif not args.sweep:
             parser.error(f"--{name.replace('_', '-')} is for --sweep")
+    if args.router_trace is None and args.layer:
+        parser.error("--layer is for --router-trace")
+    if args.router_trace is not None and args.skew:
+        parser.error("--skew draws a routing, --router-trace has one: allowed is one of them")
     return args
 
 
@@ -95,9 +109,25 @@ def _sweep(args: argparse.Namespace) -> int:
     router = Router(
         num_experts=args.experts, topk=args.topk, num_groups=args.groups, group_topk=args.group_topk
     )
-    base = Shape(domains=(1,), router=router, tokens=args.tokens, hidden=args.hidden, dtype=args.dtype)
+    router.check()
     machine, budget_bytes = MACHINES[args.hardware], args.budget_mib << 20
-    cells = report.sweep(machine, base, args.ep, args.domain_size, budget_bytes, args.tokens)
+
+    def shape_of(num_ranks: int, domain_size: int) -> Shape:
+        trace = None
+        if args.router_trace is not None:
+            trace = read_trace(args.router_trace, num_ranks * args.tokens, router, args.layer)
+        return Shape.split(
+            num_ranks, domain_size, router=router, tokens=args.tokens, hidden=args.hidden, dtype=args.dtype,
+            skew=args.skew, trace=trace,
+        )  # fmt: skip
+
+    cells, began = [], time.monotonic()
+    for cell in report.sweep(machine, shape_of, args.ep, args.domain_size, budget_bytes, args.tokens):
+        cells.append(cell)
+        took, began = time.monotonic() - began, time.monotonic()
+        if took > _SLOW_S:
+            said = f"{cell.ranks} ranks in domains of {cell.domain_size}: planned in {took:.0f} s"
+            print(said, file=sys.stderr, flush=True)
     print(report.table(cells))
     last = next((cell.found for cell in reversed(cells) if cell.found), None)
     if last is None:

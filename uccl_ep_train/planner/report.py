@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,6 +146,8 @@ def caveats(found: Prediction) -> list[str]:
             f"  domains differ: ranks of that with {min(shape.domains)} pass on rows of several ranks of the "
             "others, so they bind; bytes alone are a rank's on average"
         )
+    if shape.skew > 0 or shape.trace is not None:
+        about.append("  bytes and the stock alltoall are those of even routing; times are not")
     if not machine.measured:
         about.append(f"  rates of {machine.name} are its vendor's: times are lower bounds")
     for op, outcome in (("dispatch", found.dispatch), ("combine", found.combine)):
@@ -174,26 +176,24 @@ class Cell:
 
 def sweep(
     machine: Machine,
-    base: Shape,
+    shape_of: Callable[[int, int], Shape],
     ranks: Iterable[int],
     domain_sizes: Sequence[int],
     budget_bytes: int,
     window_tokens: int | None,
-) -> list[Cell]:
-    """The base's model and tokens in groups of other sizes: one domain where that has fewer ranks. What
-    cannot be laid out becomes a refusal."""
-    cells = []
+) -> Iterator[Cell]:
+    """Groups of all these sizes, each as soon as it is known: one domain where a group has fewer ranks.
+
+    shape_of  of so many ranks in domains of such a size. What it refuses, or cannot be laid out, becomes a
+              refusal
+    """
     for num in ranks:
         for size in dict.fromkeys(min(max(num, 1), size) for size in domain_sizes):
             try:
-                shape = Shape.split(
-                    num, size, router=base.router, tokens=base.tokens, hidden=base.hidden, dtype=base.dtype,
-                    codes=base.codes,
-                )  # fmt: skip
-                cells.append(Cell(num, size, predict(machine, shape, budget_bytes, window_tokens)))
+                found = predict(machine, shape_of(num, size), budget_bytes, window_tokens)
+                yield Cell(num, size, found)
             except EpError as error:
-                cells.append(Cell(num, size, None, str(error)))
-    return cells
+                yield Cell(num, size, None, str(error))
 
 
 _HEAD = (

@@ -231,10 +231,18 @@ def read_trace(path: str | Path, num_tokens: int, router: Router, layer: int = 0
     try:
         with np.load(path, allow_pickle=False) as saved:
             idx_SLTK, num_experts = saved["topk_idx"], int(saved["num_experts"])
-    except (OSError, KeyError, ValueError) as error:
+    except Exception as error:  # what numpy and zipfile raise of damaged files has no common base
         raise InputError(f"{path} is no router trace: {error}") from None
-    if idx_SLTK.ndim != 4 or not 0 <= layer < idx_SLTK.shape[1] or idx_SLTK.size == 0:
-        raise InputError(f"{path}: topk_idx is {idx_SLTK.shape}; allowed is [S, L, T, K] with L > {layer}")
+    if idx_SLTK.ndim != 4 or idx_SLTK.size == 0 or not np.issubdtype(idx_SLTK.dtype, np.integer):
+        raise InputError(
+            f"{path}: topk_idx is {idx_SLTK.dtype} {idx_SLTK.shape}; allowed are integers [S, L, T, K]"
+        )
+    if not 0 <= layer < idx_SLTK.shape[1]:
+        raise InputError(f"{path}: layer = {layer}; allowed is 0 .. {idx_SLTK.shape[1] - 1}")
+    if idx_SLTK.min() < 0 or idx_SLTK.max() >= num_experts:
+        raise InputError(
+            f"{path}: experts from {idx_SLTK.min()} to {idx_SLTK.max()}; allowed is 0 .. {num_experts - 1}"
+        )
     if (num_experts, idx_SLTK.shape[3]) != (router.num_experts, router.topk):
         raise InputError(
             f"{path} is of top-{idx_SLTK.shape[3]} of {num_experts}, not top-{router.topk} of "
