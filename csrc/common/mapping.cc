@@ -29,13 +29,11 @@ constexpr uint64_t kReservedAtOnce = 64 << 20;
 // As `shm_open` finds it.
 std::string path_of(const std::string& name) { return "/dev/shm" + name; }
 
-// No room, a quota or a limit of a file's size.
-bool lacks_room(int error) { return error == ENOSPC || error == EDQUOT || error == EFBIG; }
-
 [[noreturn]] void fail(const std::string& what, const std::string& name, int error, uint64_t wanted_bytes = 0) {
   const std::string text = what + " " + path_of(name) + ": " + std::strerror(error);
   if (lacks_descriptors(error)) throw LimitFailure(HostLimit::kDescriptors, text);
-  if (lacks_room(error)) throw LimitFailure(HostLimit::kSharedMemory, text, wanted_bytes);
+  if (error == ENOSPC || error == EDQUOT) throw LimitFailure(HostLimit::kSharedMemory, text, wanted_bytes);
+  if (error == EFBIG) throw LimitFailure(HostLimit::kFileSize, text, wanted_bytes);
   if (error == ENOMEM) throw LimitFailure(HostLimit::kAddressSpace, text, wanted_bytes);
   ErrorRecord record;
   record.kind = ErrorKind::kTransport;

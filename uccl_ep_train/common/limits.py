@@ -105,11 +105,6 @@ def shared_memory(wanted_bytes: int) -> str:
     """What there is of shared memory."""
     if fault := shared_memory_fault():
         return f"{fault.text}{_wanted(wanted_bytes)}. {fault.remedy}"
-    largest = limit_of(resource.RLIMIT_FSIZE)
-    if largest != UNLIMITED and wanted_bytes > largest:
-        return (
-            f"ulimit -f allows files of {largest} bytes{_wanted(wanted_bytes)}. Raise it: ulimit -f unlimited"
-        )
     info = os.statvfs(SHARED_MEMORY)
     free, size = info.f_bavail * info.f_frsize, info.f_blocks * info.f_frsize
     return (
