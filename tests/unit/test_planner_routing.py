@@ -50,6 +50,23 @@ def test_what_is_no_routing_is_refused(
     assert status == 2 and text in captured.out + captured.err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--trace", "x.json", "--tokens", "128"],
+        ["--fit", "bench", "--hardware", "h100"],
+        ["--fit", "bench", "--ep", "8"],
+        ["--fit", "bench", "--skew", "1"],
+    ],
+)
+def test_options_of_a_sweep_are_refused_elsewhere(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert f"{words[2]} is for --sweep" in capsys.readouterr().err
+
+
 def test_a_damaged_trace_is_refused(tmp_path: Path) -> None:
     router = Router(num_experts=8, topk=2)
     (tmp_path / "cut.npz").write_bytes(Path(OF_TRAINING).read_bytes()[:9000])
