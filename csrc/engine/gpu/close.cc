@@ -39,9 +39,10 @@ void GpuEngine::close(bool abort) {
     if (started_) {
       leaving_.publish(1);
       watcher_.join();
-      // Graphs that are replayed later find that they have to end.
-      if (!is_idle_) tell_kernels_to_stop();
-      if (is_idle_) gpu::synchronize(control_stream_, std::nothrow);
+      if (is_idle_)
+        gpu::synchronize(control_stream_, std::nothrow);
+      else
+        tell_kernels_to_stop();  // queued replays find that they have to end
     }
     give_back();
   });
